@@ -75,7 +75,7 @@ def pin(core: int | None = None) -> int | None:
 def machine() -> dict[str, Any]:
     """Facts that a figure means nothing without."""
     import odyssey
-    from odyssey.build import library as build
+    from odyssey.compile import library as build
 
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -96,11 +96,9 @@ def machine() -> dict[str, Any]:
 def machine_line(facts: Mapping[str, Any]) -> str:
     """The facts in one line."""
     return (
-        f"{facts['cpu']}, {facts['cores']} cores, {facts['level']}, load {facts['load']}; "
-        f"odyssey {facts['odyssey']} "
-        f"({facts['commit'] or 'no commit'}), mojo {facts['mojo']}, python {facts['python']}, "
-        f"numpy {facts['numpy']}, "
-        f"torch {facts['torch'] or 'not installed'}"
+        f"{facts['cpu']}, {facts['cores']} cores, {facts['level']}, load {facts['load']}; odyssey "
+        f"{facts['odyssey']} ({facts['commit'] or 'no commit'}), mojo {facts['mojo']}, python "
+        f"{facts['python']}, numpy {facts['numpy']}, torch {facts['torch'] or 'not installed'}"
     )
 
 
@@ -221,7 +219,7 @@ def program(name: str, kernels: Path | None = None) -> Path:
     """A Mojo program of this folder, compiled for this machine into the cache of the kernels,
     which it imports from `kernels`, a folder `mojo`. Raises odyssey's BuildError.
     """
-    from odyssey.build import library as build
+    from odyssey.compile import library as build
     from odyssey.errors import BuildError
 
     source = HERE / f"{name}.mojo"

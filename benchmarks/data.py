@@ -135,8 +135,7 @@ def main() -> None:
                 }
                 print(
                     f"{ranks} ranks, {workers} workers each: odyssey {rates['ours']:,.0f} "
-                    "pictures/s, "
-                    f"PyTorch {rates['torch']:,.0f}",
+                    f"pictures/s, PyTorch {rates['torch']:,.0f}",
                     flush=True,
                 )
 

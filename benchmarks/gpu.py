@@ -218,7 +218,7 @@ def flops(name: str, model: Any) -> float:
     from odyssey.core import native
 
     table = native.library().ops
-    records = trainer._train.record(LANES, dataset.form)
+    records = trainer.stepper.engine.record(LANES, dataset.form)
     return (
         sum(models.operations(record, table[record.op].sizes, LANES) for record in records) / LANES
     )

@@ -119,8 +119,8 @@ def launches_of(trainer: Any, step: Callable[[], object]) -> list[Launch]:
     from odyssey.core.gpu_native import library
     from odyssey.engine.gpu import rewrite
 
-    (runner,) = trainer._train.runners
-    (worker,) = trainer._train.team.workers
+    (runner,) = trainer.stepper.engine.runners
+    (worker,) = trainer.stepper.engine.team.workers
     device = worker.gpu
     runner._prepared = [None]  # this step goes launch by launch, not by the graph that there is
     calls = noted(device, step)
@@ -293,7 +293,7 @@ def ready(options: Any) -> tuple[Callable[[], object], Any, Any]:
     step, trainer, _ = steps.make_ours(options, options.batch, dataset)
     for _ in range(2):
         step()
-    (worker,) = trainer._train.team.workers
+    (worker,) = trainer.stepper.engine.team.workers
     return step, trainer, worker.gpu
 
 
@@ -338,9 +338,8 @@ def main() -> None:
     result = measure(options)
     print(
         f"{options.model}, {options.precision}, batch {options.batch}: {result['launches']} "
-        "launches, "
-        f"{result['sum_us']:.0f} us in all, as a graph {result['graph_us']:.0f} us, "
-        f"a whole step {result['step_us']:.0f} us, an event {result['event_us']:.2f} us"
+        f"launches, {result['sum_us']:.0f} us in all, as a graph {result['graph_us']:.0f} us, a "
+        f"whole step {result['step_us']:.0f} us, an event {result['event_us']:.2f} us"
     )
     lines = []
     for row in result["rows"][: options.rows]:

@@ -223,7 +223,7 @@ def our_ops(trainer: Any, dataset: Any, size: int) -> dict[str, dict[str, float]
     from odyssey.parallel import costs
 
     table = native.library().ops
-    records = trainer._train.record(size, dataset.form)
+    records = trainer.stepper.engine.record(size, dataset.form)
     n = size * (CONTEXT if dataset.labels.ndim > 1 else 1)
     lanes = 1.0 if size <= SMALL_BATCH and n == size else n / -(-n // 16)
     found: dict[str, dict[str, float]] = {}
@@ -268,7 +268,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     peaks.append(common.peak(core))
     bf16 = precision == "bf16" and peaks[0]["bf16_best"] > 0
     peak = max(one["bf16_best" if bf16 else "best"] for one in peaks) * threads
-    size = trainer._train.shard_size_of(batch)
+    size = trainer.stepper.engine.shard_size_of(batch)
     by_op = our_ops(trainer, dataset, size)
     flops = sum(row["operations"] for row in by_op.values()) * batch / size
     row: dict[str, Any] = {

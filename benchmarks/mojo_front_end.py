@@ -19,7 +19,7 @@ from typing import Any
 import common
 
 from odyssey import data
-from odyssey.build import library as build
+from odyssey.compile import library as build
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "mojo" / "lenet.mojo"
 

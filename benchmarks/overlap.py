@@ -42,14 +42,14 @@ class Trace:
         self._arrived = self._ended = 0.0
         for reduction in runner.reductions:
             reduction.start = functools.partial(self._start, reduction)
-        finish = type(runner)._finish
+        finish = type(runner)._finish_reduction
 
         def ended(bucket: int) -> None:
             if not self._ended:
                 self._arrived, self._ended = received(), time.perf_counter()
             finish(runner, bucket)
 
-        runner._finish = ended
+        runner._finish_reduction = ended
         self._runner = runner
 
     def _start(self, reduction: Any) -> None:
@@ -63,7 +63,7 @@ class Trace:
         """
         for reduction in self._runner.reductions:
             del reduction.start
-        del self._runner._finish
+        del self._runner._finish_reduction
         queue, could = 0.0, 0.0
         times = [at for at, _ in self._ready if at < self._ended] + [self._ended]
         for (at, size), until in zip(self._ready, times[1:], strict=False):
@@ -124,7 +124,7 @@ def rank(options: Any) -> None:
     for turn in range(options.rounds + 1):  # the first is not counted
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             made, samples_of = runs[name]
-            runner = made._train.prepare(len(samples_of.indices), samples_of.dataset.form)
+            runner = made.stepper.engine.prepare(len(samples_of.indices), samples_of.dataset.form)
             before = getattr(runner, "waited", 0.0)
             trace = Trace(runner, options.rate) if options.rate and "during" in name else None
             world.barrier()
@@ -138,7 +138,10 @@ def rank(options: Any) -> None:
                 moved[name] += [trace.moved()] if trace else []
     weights = {name: made.weights_sha256() for name, (made, _) in runs.items() if name != "none"}
     if world.rank == 0:
-        parts = {name: len(made._train.ownership.parts.buckets) for name, (made, _) in runs.items()}
+        parts = {
+            name: len(made.stepper.engine.ownership.parts.buckets)
+            for name, (made, _) in runs.items()
+        }
         content = {
             "seconds": seconds,
             "waited": waited,

@@ -52,7 +52,7 @@ def rank(options: Any) -> None:
                 mesh=Mesh(pp=world.size),
                 pipeline_schedule=kind,
             )
-            engine = trainer._train
+            engine = trainer.stepper.engine
             runner = engine.prepare(n, Form.of_classes(options.width))
             records = engine.record(options.shard_size, Form.of_classes(options.width))
             seconds = dict(

@@ -1,4 +1,4 @@
-"""What an optimizer costs as a rule (core/rule.py) beside the kernel that is written out:
+"""What an optimizer costs as a rule (optim/rule.py) beside the kernel that is written out:
 processor time of an update, on one core, the two in turns.
 
     python benchmarks/rule.py [--numbers 4000000] [--rounds 20]

@@ -160,8 +160,7 @@ def engines_apart(whole: data.Batch, steps: int) -> str:
     same = sum(int((a == b).sum()) for a, b in pairs) / sum(a.numel() for a, _ in pairs)
     return (
         f"after {steps} steps: loss {losses[0]:.7f} (torch), {losses[1]:.7f} (ours); weights "
-        "differ by up to "
-        f"{far:.1e}, {100 * same:.1f} % have the same bits"
+        f"differ by up to {far:.1e}, {100 * same:.1f} % have the same bits"
     )
 
 

@@ -37,7 +37,16 @@ TURNS = {  # name -> what is on
     "slots, watcher, comparison": ("slots", "watcher", "comparison"),
     "all of it, in a run": ("slots", "watcher", "comparison", "session"),
 }
-SLOT = ("phase", "step", "call", "enter", "leave", "quick", "waited", "missing")
+SLOT = (
+    "phase",
+    "step",
+    "note_call",
+    "begin_wait",
+    "end_wait",
+    "note_short_call",
+    "count_wait",
+    "note_missing_ranks",
+)
 
 
 class Switch:
@@ -50,7 +59,9 @@ class Switch:
         self.watcher = watcher()
         self.slot, self.on = slot, {name: getattr(slot, name) for name in SLOT}
         self.places = [
-            (m, n, getattr(m, n)) for m in (base, mpi, shm) for n in ("caller_location", "describe")
+            (m, n, getattr(m, n))
+            for m in (base, mpi, shm)
+            for n in ("caller_location", "describe_call")
         ]
 
     def realtime(self) -> None:
@@ -126,7 +137,7 @@ def rank(options: Any) -> None:
     trainer.context = context = Context(trainer, epochs=1, saving=Saving(every=10**9))
     session = Session(trainer, loader, context)
     session.begin()
-    listeners = trainer._listeners(session, verbose=False)
+    listeners = trainer.loop.listeners(session, verbose=False)
     context.callbacks = listeners
     context.emit("on_fit_start")
     time.sleep(1)  # the watcher has found its place
@@ -158,8 +169,8 @@ def rank(options: Any) -> None:
         for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
             world.barrier()
             switch(TURNS[name])
-            trainer._session = session if "session" in TURNS[name] else None
-            context.callbacks = [*(listeners if trainer._session else ()), ends]
+            trainer.loop.session = session if "session" in TURNS[name] else None
+            context.callbacks = [*(listeners if trainer.loop.session else ()), ends]
             took, busy = turn()
             if round_ >= 2:
                 seconds[name].append(took)

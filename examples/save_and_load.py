@@ -3,8 +3,9 @@
     mpirun -n 2 python examples/save_and_load.py net.safetensors
     python examples/save_and_load.py net.safetensors
 
-safetensors holds arrays by name and nothing that could be executed. What it is not: a state to
-resume a training from; that has the optimizer, the step and the place in the data as well.
+safetensors holds arrays by name and nothing that could be executed. You can't resume a training
+run from this file, because it has no optimizer, step and place in the data. For that, use
+`ddp.save_checkpoint()` and `ddp.load_checkpoint()`.
 """
 
 from __future__ import annotations

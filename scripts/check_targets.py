@@ -19,8 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 
-from odyssey.build import compiler, sources  # noqa: E402
-from odyssey.build import library as build  # noqa: E402
+from odyssey.compile import compiler, sources  # noqa: E402
+from odyssey.compile import library as build  # noqa: E402
 from odyssey.errors import BuildError  # noqa: E402
 
 # (triple, CPU)

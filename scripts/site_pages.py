@@ -44,7 +44,10 @@ MODULES = {  # page -> what mkdocstrings documents on it
     "odyssey.comm": [],
     "odyssey.errors": [],
 }  # fmt: skip
-HOME = {"odyssey.functional": "odyssey.core.functional"}
+HOME = {
+    "odyssey.functional": "odyssey.core.functional",
+    "odyssey.loggers": "odyssey.callbacks.loggers",
+}
 TRAINER = (
     "fit", "train_step", "evaluate", "predict", "save_checkpoint", "load_checkpoint", "weights_sha256", "state_dict",
     "memory", "check_replicas",

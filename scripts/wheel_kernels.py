@@ -1,4 +1,4 @@
-"""Kernels that a wheel carries: a folder (build/folder.py) for each CPU, without the package;
+"""Kernels that a wheel carries: a folder (compile/folder.py) for each CPU, without the package;
 for scripts/release.
 """
 
@@ -9,8 +9,8 @@ import os
 import shutil
 from pathlib import Path
 
-from odyssey.build import compiler, pack, sources
-from odyssey.build import library as build
+from odyssey.compile import compiler, pack, sources
+from odyssey.compile import library as build
 
 # What a wheel has kernels for. compiler.host_cpu() says which are taken.
 SHIPPED = {

@@ -40,6 +40,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 KINDS = {
     "tests/beds/": "bed",  # network namespaces, a SLURM
     "tests/building/": "compile",
+    "tests/capture/test_processes.py": "procs",
     "tests/checkpoints/test_faults.py": "procs",
     "tests/checkpoints/test_inspect.py": "procs",
     "tests/checkpoints/test_store.py": "procs",

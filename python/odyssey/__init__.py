@@ -28,14 +28,14 @@ _HOMES = {  # what is loaded from where; front ends, such as torch.ray, by what 
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = frozenset(
-    "callbacks comm data distributed errors functional loggers nn optim parallel placement "
-    "steplog tensor testing "
-    "trainer verify watch".split()
+    "callbacks comm data distributed errors functional loggers nn optim parallel placement steplog "
+    "tensor testing trainer verify watch".split()
 )
 
 if TYPE_CHECKING:
-    from . import callbacks, comm, data, distributed, errors, loggers, nn, optim, parallel, testing
+    from . import callbacks, comm, data, distributed, errors, nn, optim, parallel, testing
     from .audit import steplog, verify
+    from .callbacks import loggers
     from .core import functional, placement, tensor
     from .core.offload import offload
     from .core.own_ops import load_ops
@@ -140,7 +140,7 @@ def _enter() -> None:
     from .base import hooks, launcher
 
     hooks.on_world.append(
-        lambda world: importlib.import_module(".run.start_watcher", __name__).begin(world)
+        lambda world: importlib.import_module(".watch.start_watcher", __name__).begin(world)
     )
     hooks.connect.append(lambda: importlib.import_module(".comm", __name__).world("auto"))
     launcher.announce()

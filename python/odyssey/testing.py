@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from . import data, nn, optim
-from .build import gpus
 from .comm import mock
+from .compile import gpus
 from .core import functional as F
 from .core import native, program
 from .core.tensor import Tensor, make
@@ -164,8 +164,7 @@ def _compare(label: str, y: np.ndarray, expected: np.ndarray, tolerance: float) 
         i = np.unravel_index(int(np.abs(y - expected).argmax()), expected.shape)
         raise OpError(
             f"[check_op] {label} is off by {error:.1e} of the largest value ({tolerance:.0e} is "
-            "allowed); at "
-            f"{tuple(map(int, i))} it is {y[i]:.7g}, by the formula {expected[i]:.7g}"
+            f"allowed); at {tuple(map(int, i))} it is {y[i]:.7g}, by the formula {expected[i]:.7g}"
         )
 
 
@@ -200,8 +199,7 @@ def _check_declared(
             if role not in op.added:
                 raise OpError(
                     f"[check_op] {name} writes {role}, a parameter's gradient; gradients of "
-                    "parameters are added to: "
-                    f"declare +{role}, and add"
+                    f"parameters are added to: declare +{role}, and add"
                 )
             if "sums" not in op.traits:
                 raise OpError(

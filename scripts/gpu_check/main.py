@@ -42,15 +42,13 @@ SECONDS = 465.0  # for all parts
 HINTS = (
     (
         r"libcuda\.so|libnvidia-ml",
-        "the driver's libraries are not found: see 'libraries' of the part machine, and add "
-        "their folder to "
-        "LD_LIBRARY_PATH",
+        "the driver's libraries are not found: see 'libraries' of the part machine, and add their "
+        "folder to LD_LIBRARY_PATH",
     ),
     (
         r"UNSUPPORTED_PTX|INVALID_PTX|PTX JIT|ptxas|unsupported toolchain",
         "the driver does not take this PTX: see 'ptx' and 'driver' of the part machine; PTX 8.5 "
-        "wants a driver for "
-        "CUDA 12.5, MAX one of 580",
+        "wants a driver for CUDA 12.5, MAX one of 580",
     ),
     (
         r"NO_BINARY_FOR_GPU",
@@ -59,9 +57,8 @@ HINTS = (
     (r"GLIBC|GLIBCXX", "this system's C library is older than the run-time libraries want"),
     (
         r"\[build\]",
-        "no kernels for this machine: build a folder where the compiler is, from this commit, "
-        "and name it with "
-        "--prepared or --kernels",
+        "no kernels for this machine: build a folder where the compiler is, from this commit, and "
+        "name it with --prepared or --kernels",
     ),
     (r"OUT_OF_MEMORY|MiB free", "somebody else uses the GPU: see nvidia-smi in the log"),
     (
@@ -71,8 +68,7 @@ HINTS = (
     (
         r"took more than",
         "too slow, or it hangs: see the times in the log; the driver compiles kernels in each "
-        "process again if its "
-        "cache does not work",
+        "process again if its cache does not work",
     ),
     (
         r"exit code -",

@@ -24,7 +24,7 @@ import pytest
 
 import odyssey
 from beds import outside
-from odyssey.build import compiler, folder
+from odyssey.compile import compiler, folder
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts"))

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from odyssey.build import gpus
-from odyssey.build import library as build
+from odyssey.compile import gpus
+from odyssey.compile import library as build
 
 SOURCE = '@export\ndef od_answer() abi("C") -> Int32:\n    return 42\n'
 GPU_SOURCE = """
@@ -142,7 +142,7 @@ def start(tree):
         compiler: str | None = None, linker: str | None = None, **environment: str
     ) -> subprocess.Popen[str]:
         script = (
-            "import sys; from pathlib import Path; from odyssey.build import compiler, "
+            "import sys; from pathlib import Path; from odyssey.compile import compiler, "
             "library as build\n"
         )
         script += f"build.source_root = lambda: Path({str(tree)!r})\n"

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from building import ptx
 
-from odyssey.build import compiler, sources
-from odyssey.build import library as build
+from odyssey.compile import compiler, sources
+from odyssey.compile import library as build
 from odyssey.errors import BuildError
 
 _CUT = 29  # characters of a module's and a function's name in that of an entry

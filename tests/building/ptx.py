@@ -12,7 +12,7 @@ import functools
 import re
 from typing import NamedTuple
 
-from odyssey.build import compiler
+from odyssey.compile import compiler
 from odyssey.errors import BuildError
 
 LIBRARY = "libNVPTX.so"

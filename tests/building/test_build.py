@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from odyssey.build import compiler, sources
-from odyssey.build import library as build
+from odyssey.compile import compiler, sources
+from odyssey.compile import library as build
 from odyssey.errors import BuildError, DeviceError
 
 
@@ -237,7 +237,7 @@ def test_no_mojo(tree, tmp_path, monkeypatch):
 
 def test_sources_missing(tmp_path, monkeypatch):
     home = tmp_path / "lib" / "site-packages" / "odyssey"
-    monkeypatch.setattr(compiler, "__file__", str(home / "build" / "compiler.py"))
+    monkeypatch.setattr(compiler, "__file__", str(home / "compile" / "compiler.py"))
     with pytest.raises(BuildError, match="install ml-odyssey again"):
         build.source_root()
 
@@ -247,7 +247,7 @@ def test_sources_of_an_installed_package_come_first(tmp_path, monkeypatch):
     for root in (package / "_mojo", tmp_path):
         (root / "mojo").mkdir(parents=True)
         (root / "mojo" / "capi.mojo").touch()
-    monkeypatch.setattr(compiler, "__file__", str(package / "build" / "compiler.py"))
+    monkeypatch.setattr(compiler, "__file__", str(package / "compile" / "compiler.py"))
     assert build.source_root() == package / "_mojo"
     (package / "_mojo" / "mojo" / "capi.mojo").unlink()
     assert build.source_root() == tmp_path
@@ -415,14 +415,14 @@ def test_what_a_cpu_lacks(monkeypatch, cpu, lacks):
 
 REFUSED = """
 import ctypes, mmap, sys
-from odyssey.build import compiler, sources
+from odyssey.compile import compiler, sources
 small = mmap.mmap(-1, 4096)  # a stack for signals that does not hold tiles: for such a process Linux has none
 class Stack(ctypes.Structure):
     _fields_ = [("p", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
 at = ctypes.addressof(ctypes.c_char.from_buffer(small))
 assert ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(at, 0, 4096)), None) == 0
 print(compiler.host_cpu(), compiler.lacking("x86-64-v4+avx512bf16+amx-bf16"))
-from odyssey.build import library
+from odyssey.compile import library
 from odyssey.core import native
 native.Library(sys.argv[1], [str(path) for path in library.runtime_libraries()])
 """

@@ -11,7 +11,7 @@ import re
 import pytest
 from building import gpu_code, ptx
 
-from odyssey.build import library as build
+from odyssey.compile import library as build
 
 ENOUGH = 100  # kernels; there are some 150, many of them forms of one function
 # For NVIDIA's tensor cores; other GPUs have the plain ones.

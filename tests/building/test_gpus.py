@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from odyssey.build import gpus
-from odyssey.build import library as build
-from odyssey.build.gpus import GpuModel
 from odyssey.cli import doctor
+from odyssey.compile import gpus
+from odyssey.compile import library as build
+from odyssey.compile.gpus import GpuModel
 from odyssey.errors import DeviceError
 
 H200 = GpuModel("H200", "sm_90", "580.65.06", "GPU-aaaa-1")
@@ -215,9 +215,9 @@ def test_a_library_in_c_is_called_as_it_is_declared(tmp_path):
     }
     environment |= {
         "LD_LIBRARY_PATH": str(tmp_path),
-        "PYTHONPATH": str(Path(gpus.__file__).parents[1]),
+        "PYTHONPATH": str(Path(gpus.__file__).parents[2]),
     }
-    script = "from odyssey.build import gpus\n"
+    script = "from odyssey.compile import gpus\n"
     script += "print(*(f'{g.name} {g.accelerator} {g.driver}' for g in gpus.found()), sep=';')"
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True

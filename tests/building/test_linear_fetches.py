@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from odyssey.build import compiler
-from odyssey.build import library as build
+from odyssey.compile import compiler
+from odyssey.compile import library as build
 
 PROBE = """
 from kernels.lanes import Ptr

@@ -18,8 +18,8 @@ import pytest
 from gpu import emulated
 
 import odyssey
-from odyssey.build import compiler, folder, gpus, pack
-from odyssey.build import library as build
+from odyssey.compile import compiler, folder, gpus, pack
+from odyssey.compile import library as build
 from odyssey.errors import BuildError, DeviceError, OutputError
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -446,12 +446,14 @@ def test_it_says_its_version_writes_weights_and_can_be_altered(bare, elsewhere, 
     )
     copy = tmp_path / "copy"
     shutil.copytree(elsewhere, copy)
-    with open(copy / "python" / "odyssey" / "optim.py", "a") as source:
+    with open(copy / "python" / "odyssey" / "optim" / "optimizers.py", "a") as source:
         source.write("\n")
     done = started(bare, copy, *STEPS)
     assert done.returncode == 69
     lines = done.stderr.splitlines()
-    assert len(lines) == 1 and "is refused: python/odyssey/optim.py has not the" in lines[0]
+    assert (
+        len(lines) == 1 and "is refused: python/odyssey/optim/optimizers.py has not the" in lines[0]
+    )
 
 
 @LINUX

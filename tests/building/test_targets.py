@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from building import gpu_code, ptx
 
-from odyssey.build import library as build
+from odyssey.compile import library as build
 from odyssey.errors import BuildError
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))

@@ -15,8 +15,8 @@ import sys
 import pytest
 
 from odyssey.base import files
-from odyssey.build import compiler
-from odyssey.build import library as build
+from odyssey.compile import compiler
+from odyssey.compile import library as build
 from odyssey.errors import BuildError
 
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")

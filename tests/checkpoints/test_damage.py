@@ -247,10 +247,10 @@ def test_two_damaged_ones_are_both_named(store):
 def test_one_that_goes_away_while_it_is_read_is_no_damage(store, monkeypatch):
     load = reader.load
 
-    def removed(path, *given):
+    def removed(path, *given, **more):
         if path.name == "step_00000120":
             shutil.rmtree(path)
-        return load(path, *given)
+        return load(path, *given, **more)
 
     monkeypatch.setattr(reader, "load", removed)
     found, refusals = store.newest()
@@ -260,7 +260,7 @@ def test_one_that_goes_away_while_it_is_read_is_no_damage(store, monkeypatch):
 def test_one_that_is_replaced_while_it_is_read_is_no_damage(store, monkeypatch):
     load, replaced = reader.load, []
 
-    def replace(path, *given):
+    def replace(path, *given, **more):
         if not replaced:
             replaced.append(path)
             path.rename(store.folder / "before")
@@ -268,7 +268,7 @@ def test_one_that_is_replaced_while_it_is_read_is_no_damage(store, monkeypatch):
                 other.save(snapshot(120))
             (store.folder / "other" / path.name).rename(path)
             raise CheckpointError("optimizer.safetensors is missing")
-        return load(path, *given)
+        return load(path, *given, **more)
 
     monkeypatch.setattr(reader, "load", replace)
     found, refusals = store.newest()
@@ -321,6 +321,12 @@ BAD = {
     "escape": ([entry(name="\x1b[2J")], 8, "a tensor's name is"),
     "letter": ([entry(name="ä")], 8, "a tensor's name is"),
     "long": ([entry(name="a" * 513)], 8, "a tensor's name is"),
+    "percent alone": ([entry(name="a%")], 8, "a tensor's name is"),
+    "small hexadecimal": ([entry(name="a%c3%a4")], 8, "a tensor's name is"),
+    "percent of a letter": ([entry(name="%41")], 8, "UTF-8 of other characters"),
+    "percent of a slash": ([entry(name="a%2Fb")], 8, "UTF-8 of other characters"),
+    "percent of dots": ([entry(name="a/%2E%2E/b")], 8, "UTF-8 of other characters"),
+    "no UTF-8": ([entry(name="a%FF")], 8, "UTF-8 of other characters"),
     "too many": ([{}] * 100_001, 8, "100001 tensors are more than 100000"),
 }
 

@@ -209,8 +209,7 @@ def test_a_full_disk_is_reported_and_the_next_save_that_fits_works(tmp_path):
         said
         == [
             f"[checkpoint] step_00000003 cannot be saved in {disk}/checkpoints: "
-            "parameters.safetensors: "
-            "No space left on device; those before it are as they were"
+            "parameters.safetensors: No space left on device; those before it are as they were"
         ]
         * 2
     )

@@ -18,7 +18,7 @@ def test_ranges_of_an_array_of_many_pieces(tmp_path, monkeypatch):
     with Store(tmp_path) as store:
         path = store.save(Snapshot(1, {"parameters": {"w": whole}}, {}))
     monkeypatch.setattr(reader, "PIECE", 96)  # bytes
-    stored = reader.opened(path)[0].arrays["parameters"]["w"]
+    stored = reader.open_snapshot(path)[0].arrays["parameters"]["w"]
     for _ in range(200):
         lo, hi = np.sort(random.integers(0, whole.size + 1, 2))
         out = np.full(hi - lo, np.nan, np.float32)

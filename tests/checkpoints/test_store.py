@@ -228,7 +228,7 @@ def test_a_checkpoint_is_finite(tmp_path, value, stem, later):
         Snapshot(1, {"p": {"/etc/passwd": np.zeros(1)}}),
         Snapshot(1, {"p": {"a/../b": np.zeros(1)}}),
         Snapshot(1, {"p": {"": np.zeros(1)}}),
-        Snapshot(1, {"p": {"ü": np.zeros(1)}}),
+        Snapshot(1, {"p": {"ü" * 100: np.zeros(1)}}),
         Snapshot(1, {"p": {"a" * 513: np.zeros(1)}}),
         Snapshot(1, {"p": {"a": np.zeros(1, ">f4")}}),
         Snapshot(1, {"p": {"a": np.zeros(1, "complex64")}}),
@@ -265,7 +265,9 @@ def test_a_store_for_reading_does_not_write(tmp_path):
 def test_a_save_in_the_background_has_the_state_of_the_call(tmp_path, monkeypatch):
     go = threading.Event()
     write = stores.write_file
-    monkeypatch.setattr(stores, "write_file", lambda *given: go.wait(30) and write(*given))
+    monkeypatch.setattr(
+        stores, "write_file", lambda *given, **more: go.wait(30) and write(*given, **more)
+    )
     with Store(tmp_path) as store:
         given = snapshot(1)
         store.save_later(given)
@@ -292,7 +294,7 @@ def test_what_went_wrong_in_the_background_is_raised_at_the_next_call_and_once(
 
     store = Store(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(stores, "place", fail)
+        patched.setattr(stores, "place_checkpoint", fail)
         store.save_later(snapshot(1))
         with pytest.raises(
             OutputError,
@@ -399,7 +401,7 @@ def test_an_attempt_that_is_over_does_not_write(tmp_path, monkeypatch):
 
 
 class _NoFlock:
-    LOCK_EX = LOCK_NB = 0
+    LOCK_EX = LOCK_NB = LOCK_UN = 0
 
     @staticmethod
     def flock(*_):
@@ -622,14 +624,14 @@ def test_what_somebody_removed_is_made_anew(tmp_path, monkeypatch, gone, later):
 
 
 def test_a_directory_that_is_removed_at_the_start_is_one_line(tmp_path, monkeypatch):
-    take = locks.DirectoryLock._take
+    take = locks.DirectoryLock._acquire_lock
 
     def taken(lock):
         descriptor = take(lock)
         shutil.rmtree(lock.path.parent)
         return descriptor
 
-    monkeypatch.setattr(locks.DirectoryLock, "_take", taken)
+    monkeypatch.setattr(locks.DirectoryLock, "_acquire_lock", taken)
     with pytest.raises(OutputError, match="cannot be used: No such file"):
         Store(tmp_path / "a")
 

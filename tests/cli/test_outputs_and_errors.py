@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 import odyssey
-from odyssey.build import gpus, pack
-from odyssey.build import library as build
 from odyssey.comm import Request
+from odyssey.compile import gpus, pack
+from odyssey.compile import library as build
 from odyssey.errors import BuildError, CollectiveError, ConfigError, NumericsError
 from odyssey.settings.declarations import OUTPUT, Settings, declared
 from odyssey.train import progress
@@ -308,8 +308,7 @@ def test_piped_progress_is_one_plain_line_per_epoch():
     lines = stream.getvalue().splitlines()
     assert lines[1] == (
         "epoch 2/2  train loss 0.0500  train accuracy 98.00 %  test loss 0.0400  test accuracy "
-        "99.05 %  "
-        "61,234 samples/s  1.0 s"
+        "99.05 %  61,234 samples/s  1.0 s"
     )
     assert len(lines) == 2
     assert stream.getvalue().replace("\n", "").isprintable()

@@ -15,7 +15,7 @@ import pytest
 
 from odyssey.comm import mock
 from odyssey.comm.call_checks import WORD, Agreement, distances
-from odyssey.comm.calls import Header, balance, mismatch
+from odyssey.comm.calls import Header, balance_counts, find_mismatch
 from odyssey.errors import CollectiveError
 
 HERE = Path(__file__).parent
@@ -39,7 +39,7 @@ def counts(size: int, rng: random.Random) -> list[Header]:
     rows = [tuple((p * salt + q * 7) % 5 for q in range(size)) for p in range(size)]
     columns = list(zip(*rows, strict=True))
     return [
-        Header(3, 5, "", (), "all_to_all_v", balance=balance(p, rows[p], columns[p]))
+        Header(3, 5, "", (), "all_to_all_v", balance=balance_counts(p, rows[p], columns[p]))
         for p in range(size)
     ]
 
@@ -71,7 +71,7 @@ def test_counts_of_each_with_each_are_compared_by_one_sum(size):
     given = [0] * size
     given[rng.randrange(size)] = 1
     headers[odd] = headers[odd]._replace(
-        balance=headers[odd].balance ^ balance(odd, tuple(given), (0,) * size)
+        balance=headers[odd].balance ^ balance_counts(odd, tuple(given), (0,) * size)
     )
     assert all(one.different for one in agree(headers))
 
@@ -121,8 +121,8 @@ def test_no_check_of_a_call_does_more_than_twice_for_twice_the_ranks():
         agreement = Agreement(headers[0], 3, size)
         word = agreement.word()
         return {
-            "mismatch": steps(lambda: mismatch(headers, range(size))),
-            "balance": steps(lambda: balance.__wrapped__(0, given, given)),
+            "mismatch": steps(lambda: find_mismatch(headers, range(size))),
+            "balance": steps(lambda: balance_counts.__wrapped__(0, given, given)),
             "rounds": steps(
                 lambda: [
                     agreement.take(k, [word] * len(far)) for k, far in enumerate(distances(size))

@@ -72,6 +72,22 @@ def test_limits_of_memory(tmp_path, groups, limit):
 
 
 @pytest.mark.parametrize(
+    ("meminfo", "groups", "available"),
+    [
+        ("MemTotal: 9 kB\nMemAvailable:    7 kB\n", "0::/a", 7168),
+        ("MemAvailable:    7 kB\n", "0::/a/b", 4096),
+        ("MemAvailable:\n", "0::/a/b", 4096),
+        ("MemAvailable: many\n", "0::/a", 1 << 60),
+        ("", "0::/a", 1 << 60),
+    ],
+)
+def test_memory_that_is_available(tmp_path, meminfo, groups, available):
+    files = {"proc/meminfo": meminfo, "proc/self/cgroup": groups, "proc/self/mountinfo": V2}
+    put(tmp_path, {**files, "sys/fs/cgroup/a/b/memory.max": "4096\n"})
+    assert cores.available_memory(tmp_path) == available
+
+
+@pytest.mark.parametrize(
     ("groups", "kills"),
     [("0::/a", 0), ("0::/a/b", 2), ("0::/a/b/c", 2), ("4:memory:/d\n0::/a/b", 3), ("0::/x", 0)],
 )

@@ -74,7 +74,7 @@ def test_keys_are_distinct_because_every_step_can_be_undone() -> None:
     random = np.random.default_rng(4)
     words = [0, 1, 2**63, 2**64 - 1, *(1 << bit for bit in range(64))]
     words += random.integers(0, 2**64, 2000, np.uint64, endpoint=False).tolist()
-    assert [unmixed(w) for w in sampler._mixed(np.array(words, np.uint64)).tolist()] == words
+    assert [unmixed(w) for w in sampler._mix_words(np.array(words, np.uint64)).tolist()] == words
     inverse = pow(sampler._GAMMA, -1, 2**64)  # an odd factor: counting by it meets every word once
     for start in random.integers(0, 2**64, 20, np.uint64, endpoint=False).tolist():
         numbers = [0, 1, 2**31, 2**62, *random.integers(0, 2**62, 100).tolist()]

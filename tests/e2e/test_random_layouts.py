@@ -22,6 +22,7 @@ def more(*options: str, count: int) -> object:
         (("--transport", "mock"), 20),
         (("--transport", "auto", "--data", "--resume"), 3),
         (("--transport", "mock", "--changes", "--resume", "--ranks", "8"), 8),
+        (("--transport", "mock", "--stateful", "--ranks", "5"), 10),
         more("--transport", "mock", count=60),
         more("--transport", "auto", count=50),
         more("--transport", "mpi", count=20),
@@ -40,11 +41,13 @@ def test_the_bits_of_one_process(launch, options, count):
     same, split, refused = map(
         int,
         re.search(
-            r"(\d+) same \((\d+) with tp, pp or ZeRO\), (\d+) refused, 0 differ, 0 crashed",
+            r"(\d+) same \((\d+) with tp, pp or ZeRO\), (\d+) refused, "
+            r"(?:\d+ refused by need, )?0 differ, 0 crashed",
             done.stdout,
         ).groups(),
     )
-    assert same + refused == count
+    needed = re.search(r"(\d+) refused by need", done.stdout)
+    assert same + refused + (int(needed[1]) if needed else 0) == count
     changing = "--changes" in options  # of which some are to be refused
     assert split >= count // (3 if changing else 2) and refused <= count // (2 if changing else 10)
     assert refused == sum(map(int, re.findall(r"^refused (\d+): \S", done.stdout, re.M)))

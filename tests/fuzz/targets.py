@@ -30,12 +30,12 @@ from odyssey.base.files import parse_json  # noqa: E402
 from odyssey.checkpoints import header, manifest  # noqa: E402
 from odyssey.cli.commands.train import command as train  # noqa: E402
 from odyssey.cli.configfile import parse_config  # noqa: E402
-from odyssey.data.datasets import _read_records  # noqa: E402
+from odyssey.data.datasets import _read_cifar_records  # noqa: E402
 from odyssey.data.idx import read_idx  # noqa: E402
 from odyssey.errors import DataError, OdysseyError  # noqa: E402
-from odyssey.run import diagnosis, messages
-from odyssey.run.hosts import parse_hostfile_text, parse_hosts  # noqa: E402
+from odyssey.launch.hosts import parse_hostfile_text, parse_hosts  # noqa: E402
 from odyssey.settings.declarations import settings  # noqa: E402
+from odyssey.watch import diagnosis, messages
 
 
 @dataclass(frozen=True)
@@ -271,15 +271,15 @@ def _slot_bytes() -> bytes:
     """
     slot.describe(2, 4, 1)
     slot.step(7, 128)
-    slot.call(3, "all_reduce (61706,) float32")
-    slot.enter(3, "all_reduce", (0, "all"))
-    slot.missing([0, 3])
+    slot.note_call(3, "all_reduce (61706,) float32")
+    slot.begin_wait(3, "all_reduce", (0, "all"))
+    slot.note_missing_ranks([0, 3])
     return bytes(slot._memory[:])
 
 
 def _slot(data: bytes) -> Any:
     found = _some(slot.parse(data))
-    slot.ranks_of(found.missing, found.world)
+    slot.parse_ranks(found.missing, found.world)
     assert (found.host + found.note + found.call_text + found.wait_text).isprintable()
     return found
 
@@ -326,7 +326,7 @@ TARGETS: dict[str, Target] = {
         _idx_spans,
     ),
     "cifar10": Target(
-        lambda data: _of_file(_read_records, data),
+        lambda data: _of_file(_read_cifar_records, data),
         [b"\x05" + bytes(3072), (b"\x00" + bytes(3072)) * 2],
     ),
     "config": Target(
@@ -342,7 +342,9 @@ TARGETS: dict[str, Target] = {
     "manifest sealed": Target(_sealed_manifest, _manifests()[::2], json_spans, _CHECKPOINT_WORDS),
     "status slot": Target(_slot, [_slot_bytes()]),
     "watch lines": Target(
-        lambda data: [_some(diagnosis.seen_of(v)) for v in _lines(data, False)], _SEEN, json_spans
+        lambda data: [_some(diagnosis.parse_seen(v)) for v in _lines(data, False)],
+        _SEEN,
+        json_spans,
     ),
     "watch hello": Target(
         lambda data: _lines(data, True), [b"odyssey watch 1 " + b"0123456789abcdef" * 4]

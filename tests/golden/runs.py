@@ -23,8 +23,8 @@ import numpy as np
 
 from odyssey import DistributedTrainer, Mesh, data, nn, optim
 from odyssey import functional as F
-from odyssey.build.library import compiler_version, plan, source_root
 from odyssey.comm import mock
+from odyssey.compile.library import compiler_version, plan, source_root
 
 HERE = Path(__file__).parent
 

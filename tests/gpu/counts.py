@@ -126,15 +126,15 @@ def evaluation() -> list[dict[str, int]]:
     share, group.DATA_SHARE = group.DATA_SHARE, 0.0
     try:
         t, marks = trainer("mlp"), []
-        own, there = t._eval.run, []
+        own, there = t.stepper.evaluation_engine.run, []
 
         def run(batch: Any, step: int) -> Any:
             marks.append(counts())
-            brought = t._eval.team.workers[0].prefetched
+            brought = t.stepper.evaluation_engine.team.workers[0].prefetched
             there.append(brought is not None and brought[1] is batch)
             return own(batch, step)
 
-        t._eval.run = run  # type: ignore[method-assign]
+        t.stepper.evaluation_engine.run = run  # type: ignore[method-assign]
         t.evaluate([batch for _, batch in zip(range(STEPS), loader(), strict=False)])
         # brought while the batch before was computed
         assert there == [False, False, *[True] * (STEPS - 2)], there

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from odyssey.build.library import cache_dir
+from odyssey.compile.library import cache_dir
 
 SOURCES = Path(__file__).with_name("emulator")
 FLAGS = [

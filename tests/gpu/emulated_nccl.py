@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from odyssey.build.library import cache_dir
+from odyssey.compile.library import cache_dir
 
 sys.path.append(str(Path(__file__).parents[1]))
 from gpu import emulated  # noqa: E402

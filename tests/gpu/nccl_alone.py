@@ -40,7 +40,7 @@ def messages(gpu: Gpu, n: int = 1 << 20) -> None:
         gpu.clear(a, n)
         gpu.download(came, b)
         link.mark()
-        wait(link.done)
+        wait(link.is_complete)
         gpu.synchronize()
         assert np.array_equal(came, np.roll(sent, n // 2))
     link.abort()

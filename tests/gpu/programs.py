@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gpu import emulated
 
-from odyssey.build.library import cache_dir
+from odyssey.compile.library import cache_dir
 
 MOJO = shutil.which(
     "mojo", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"

@@ -428,8 +428,7 @@ def test_shuffled_order_shows_what_depends_on_it() -> None:
     """
     ticket = REGS + INDEX + (
         "ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; atom.global.add.u32 %r5, [%d2], 1; "
-        "mad.wide.u32 %d1, %r4, 4, %d1;"
-        "st.global.u32 [%d1], %r5; ret;"
+        "mad.wide.u32 %d1, %r4, 4, %d1;st.global.u32 [%d1], %r5; ret;"
     )  # fmt: skip
     results = []
     for order in ("", "1", "2", "2"):

@@ -35,8 +35,7 @@ def wait(parity: object = 0, name: str = "bar") -> str:
     """A block as inline assembly has it. Several blocks of a kernel have the same labels."""
     return (
         f"{{ .reg .pred P1; LAB_WAIT: mbarrier.try_wait.parity.shared::cta.b64 P1, [{name}], "
-        f"{parity}; "
-        "@P1 bra DONE; bra LAB_WAIT; DONE: }"
+        f"{parity}; @P1 bra DONE; bra LAB_WAIT; DONE: }}"
     )
 
 
@@ -171,9 +170,8 @@ def test_stmatrix(gpu: Gpu, capfd: pytest.CaptureFixture[str], n: int, transpose
     again = ", ".join(f"%r{20 + j}" for j in range(n))
     start = REGS + (
         "mov.u32 %r1, %tid.x; ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; mov.u32 %r2, tile; "
-        "and.b32 %r3, %r1, 31;"
-        "mad.lo.u32 %r4, %r3, 48, %r2; mad.wide.u32 %d1, %r3, 4, %d1; mad.wide.u32 %d2, %r3, 4, "
-        "%d2;"
+        "and.b32 %r3, %r1, 31;mad.lo.u32 %r4, %r3, 48, %r2; mad.wide.u32 %d1, %r3, 4, %d1; "
+        "mad.wide.u32 %d2, %r3, 4, %d2;"
     )
     loads = "".join(f"ld.global.u32 %r{10 + j}, [%d2+{128 * j}];" for j in range(4))
     store = f"stmatrix.sync.aligned.m8n8.x{n}{transposed}.shared.b16 [%r4], {{{names}}};"
@@ -574,10 +572,9 @@ def product(kind: str, n: int, in_registers: bool, a_rows: bool, b_rows: bool, a
         text += "ld.global.v4.u32 {%r20, %r21, %r22, %r23}, [%d7];"
     text += "".join(f"ld.global.f32 %f{i}, [%d1+{512 * i}];" for i in range(n // 2))
     text += (
-        f"wgmma.fence.sync.aligned; {{ .reg .pred p; setp.ne.b32 p, {int(add)}, 0;"
-        f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{kind}.{kind} {{{sums}}}, {a}, %d4, p, "
-        f"{flags}; }}"
-        "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
+        f"wgmma.fence.sync.aligned; {{ .reg .pred p; setp.ne.b32 p, {int(add)}, "
+        f"0;wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{kind}.{kind} {{{sums}}}, {a}, %d4, p, "
+        f"{flags}; }}wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
     )
     return text + "".join(f"st.global.f32 [%d1+{512 * i}], %f{i};" for i in range(n // 2)) + "ret;"
 

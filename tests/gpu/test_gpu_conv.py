@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from gpu import emulated
 
-from odyssey.build import compiler
-from odyssey.build import library as build
+from odyssey.compile import compiler
+from odyssey.compile import library as build
 
 HERE = Path(__file__).parent
 

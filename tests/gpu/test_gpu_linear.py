@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 from gpu import emulated
 
-from odyssey.build import compiler
-from odyssey.build import library as build
+from odyssey.compile import compiler
+from odyssey.compile import library as build
 
 LANES = 16
 FORWARD, INPUT, WEIGHT = range(3)

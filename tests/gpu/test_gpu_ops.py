@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from odyssey.build import library as build
+from odyssey.compile import library as build
 
 # under importmode=importlib a test file does not see its neighbours
 sys.path.insert(0, str(Path(__file__).parent))

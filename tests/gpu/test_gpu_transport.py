@@ -149,8 +149,7 @@ WORLD = "from odyssey import comm\nprint(comm.world('nccl').why)"
             {"gpus": 2},
             64,
             "[comm] backend nccl: ranks 0 and 2 share GPU 0 of one machine, which NCCL does not "
-            "allow; "
-            "start at most one rank per GPU, or use backend mpi",
+            "allow; start at most one rank per GPU, or use backend mpi",
         ),
         (
             2,

@@ -486,13 +486,13 @@ def fingerprints() -> dict[str, Any]:
 
     t = trainer()
     steps(t, 1)
-    team = t._train.team
+    team = t.stepper.engine.team
     at = team.parameters.addresses[0][0]
     whole = [(at, t.arena.size, 0)]
     device, pieces = team.fingerprints(
         [whole, [(at + 4 * 160, t.arena.size - 160, 160), (at, 160, 0)]]
     )()
-    gradients = t._train.gradients(t.last.updates[0])
+    gradients = t.stepper.engine.gradients(t.last.updates[0])
     here = utils.global_norm([(gradients.ctypes.data, gradients.size)])
     there = utils.global_norm([(t.last.updates[0].grads, gradients.size)], machine=team)
     host = fingerprint.of(t.arena.params)
@@ -617,7 +617,7 @@ def rules() -> dict[str, Any]:
     taken of a step that is not finite.
     """
     from odyssey.callbacks import Callback
-    from odyssey.core import rule
+    from odyssey.optim import rule
 
     class OtherBetas(Callback):
         def on_step_end(self, context: Any) -> None:

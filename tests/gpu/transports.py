@@ -80,10 +80,12 @@ def train(
     assert found.samples == len(X)
     if kind is not None:
         used = {
-            type(r._exchange) for engine in (trainer._train, trainer._eval) for r in engine.runners
+            type(r._exchange)
+            for engine in (trainer.stepper.engine, trainer.stepper.evaluation_engine)
+            for r in engine.runners
         }
         assert used == {kind}, used
-        assert trainer._train.bytes_sent > 0
+        assert trainer.stepper.engine.bytes_sent > 0
     return seen, trainer
 
 
@@ -142,7 +144,7 @@ def nccl() -> dict[str, str]:
         found["hierarchical"], trainer = train(
             "nccl", reduction.StagedExchange, reduction="hierarchical"
         )
-    (said,) = trainer._train.ownership.warnings
+    (said,) = trainer.stepper.engine.ownership.warnings
     assert (
         said
         == "reduction='hierarchical' goes through the host: only reduction='tree' goes from GPU "
@@ -157,7 +159,7 @@ def gpu_mpi() -> dict[str, str]:
     for backend in ("mpi", "shm"):
         with asked():
             found[backend], trainer = train(backend, reduction.DirectExchange)
-        assert not trainer._train.ownership.warnings
+        assert not trainer.stepper.engine.ownership.warnings
     return found
 
 
@@ -169,10 +171,10 @@ def peers() -> dict[str, str]:
     def connect(group: comm.Communicator, gpus: Sequence[Gpu]) -> tuple[list[PeerTransport], str]:
         return [PeerTransport(group, gpu) for gpu in gpus], ""
 
-    wanted = mock.patch.object(devices, "wanted", lambda group: group.size > 1)
+    wanted = mock.patch.object(devices, "is_requested", lambda group: group.size > 1)
     with wanted, mock.patch.object(devices, "connect", connect):
         seen, trainer = train("auto", reduction.DirectExchange, oversubscribe=True)
-    (links,) = reduction._links_by_group[trainer._train.team].values()
+    (links,) = reduction._links_by_group[trainer.stepper.engine.team].values()
     ready = links[0].numbers[: trainer.comm.size].tolist()
     assert ready == [links[0]._count] * trainer.comm.size
     assert links[0]._count > 0
@@ -196,7 +198,7 @@ def wrong_bits() -> dict[str, str]:
             found, trainer = train("mpi", reduction.StagedExchange)
     finally:
         devices.MpiTransport.exchange = right
-    (said,) = trainer._train.ownership.warnings
+    (said,) = trainer.stepper.engine.ownership.warnings
     assert said.startswith("ODYSSEY_GPU_MPI=1, but the probe failed on rank 1"), said
     assert said.endswith(": gradients go through the host")
     assert ("1 of 64 bytes are wrong" in said) == (trainer.comm.rank == 1), said
@@ -224,14 +226,14 @@ def stops_in_its_next_step(trainer: DistributedTrainer, first: Callable[[], Any]
     """
 
     def run(*_: Any) -> None:
-        engine = trainer._train
-        engine.layout.comm.all_gather(np.array([engine._code], np.int64))  # as Engine._mark
+        engine = trainer.stepper.engine
+        engine.layout.comm.all_gather(np.array([engine._code], np.int64))  # as Engine._mark_step
         first()
         sys.stdout.flush()
         time.sleep(60)  # the others end it
         os._exit(76)
 
-    trainer._train.run = run
+    trainer.stepper.engine.run = run
 
 
 @case
@@ -241,7 +243,7 @@ def a_rank_is_gone() -> None:
     """
     world = comm.world("nccl")
     _, trainer = train("nccl")
-    (links,) = reduction._links_by_group[trainer._train.team].values()
+    (links,) = reduction._links_by_group[trainer.stepper.engine.team].values()
     if world.rank == world.size - 1:
         stops_in_its_next_step(trainer, links[0].abort)
     try:

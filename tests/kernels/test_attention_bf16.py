@@ -14,8 +14,8 @@ from test_precision import bf16
 
 from odyssey import DistributedTrainer, Tensor, autocast, data, nn, optim
 from odyssey import functional as F
-from odyssey.build import library as build
 from odyssey.comm import mock
+from odyssey.compile import library as build
 from odyssey.core.program import Eager, using
 
 TILES = "amx" in build.plan(build.source_root()).cpu

@@ -10,7 +10,7 @@ import pytest
 
 from odyssey import Tensor, autocast, nn, no_grad
 from odyssey import functional as F
-from odyssey.build import library as build
+from odyssey.compile import library as build
 
 SAMPLES = 40
 TILES = "amx" in build.plan(build.source_root()).cpu  # which are multiplied in rows as well

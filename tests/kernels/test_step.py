@@ -96,7 +96,9 @@ def test_a_forked_child_starts_threads_of_its_own():
         "child = os.fork()\n"
         "for _ in range(50):\n"
         "    t.train_step(batch)\n"
-        "print(t.weights_sha256(), len(os.listdir('/proc/self/task')) >= 3, flush=True)\n"
+        # One write per process: print() may write the parts of a line one by one.
+        "line = f\"{t.weights_sha256()} {len(os.listdir('/proc/self/task')) >= 3}\\n\"\n"
+        "os.write(1, line.encode())\n"
         "os._exit(0) if child == 0 else os.waitpid(child, 0)\n"
     )
     done = subprocess.run(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from odyssey.build import library as build
+from odyssey.compile import library as build
 
 LEVELS = [
     "x86-64",

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from odyssey.base import slot
-from odyssey.run.attempt import newest_step
+from odyssey.launch.attempt import newest_step
 
 TRAINING = (
     "--steps 600 --global-batch-size 256 --checkpoint-every 20 --no-eval --no-progress".split()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from odyssey.errors import ConfigError
-from odyssey.run.hosts import (
+from odyssey.launch.hosts import (
     FILE_LIMIT,
     Host,
     parse_hostfile,

@@ -21,13 +21,26 @@ import pytest
 import odyssey
 from odyssey.base import runs
 from odyssey.errors import ConfigError, LaunchError, OutputError
-from odyssey.launch import LaunchConfig, parse
-from odyssey.run import attempt, leftovers, output, restart_policy, root_user, starting, supervisor
-from odyssey.run import lock as lock_file
-from odyssey.run.hosts import parse_hosts, place
-from odyssey.run.lock import RunLock, holder
-from odyssey.run.output import LINE_LIMIT, Pump
-from odyssey.run.supervisor import DistributedLauncher, default_run_dir, launch_distributed_training
+from odyssey.launch import (
+    LaunchConfig,
+    attempt,
+    leftovers,
+    output,
+    parse,
+    restart_policy,
+    root_user,
+    starting,
+    supervisor,
+)
+from odyssey.launch import lock as lock_file
+from odyssey.launch.hosts import parse_hosts, place
+from odyssey.launch.lock import RunLock, holder
+from odyssey.launch.output import LINE_LIMIT, Pump
+from odyssey.launch.supervisor import (
+    DistributedLauncher,
+    default_run_dir,
+    launch_distributed_training,
+)
 
 WRAPPER = Path(odyssey.__file__).parent / "launch" / "rank_wrapper.py"
 MPICH = starting.Starter("mpich", "/x/mpirun", "MPICH 5", "mpich")
@@ -41,18 +54,18 @@ SRUN = starting.Starter("srun", "/x/srun", "srun", "mpich")
 def test_argument_lists():
     config = LaunchConfig(nproc_per_node=4, hosts=parse_hosts("h1,h2"), bind_if="eth1")
     layout = place(config.hosts, 4)
-    words = starting.words(config, MPICH, 4, layout, ["ODYSSEY_X"]) + starting.wrapped(
+    words = starting.build_command(config, MPICH, 4, layout, ["ODYSSEY_X"]) + starting.wrap_rank(
         ["python", "a b;c"]
     )
     assert words[:7] == ["/x/mpirun", "-hosts", "h1:2,h2:2", "-iface", "eth1", "-n", "4"]
     assert words[-3].endswith("rank_wrapper.py") and words[-2:] == ["python", "a b;c"]
-    words = starting.words(config, OPEN_MPI, 4, layout, ["ODYSSEY_X"])
+    words = starting.build_command(config, OPEN_MPI, 4, layout, ["ODYSSEY_X"])
     assert (
         words[words.index("--host") + 1] == "h1:2,h2:2"
         and words[words.index("-x") + 1] == "ODYSSEY_X"
     )
     assert "--oversubscribe" in words and words[words.index("btl_tcp_if_include") + 1] == "eth1"
-    words = starting.words(LaunchConfig(nproc_per_node=4), SRUN, 4, (), [])
+    words = starting.build_command(LaunchConfig(nproc_per_node=4), SRUN, 4, (), [])
     assert words[:5] == ["/x/srun", "--mpi=pmi2", "--kill-on-bad-exit=0", "--ntasks", "4"]
 
 
@@ -67,7 +80,7 @@ def test_the_environment_of_ranks(tmp_path):
     }
     given["SLURM_JWT"] = "s"
     config = LaunchConfig(nproc_per_node=2, env=("X",), backend="gloo", watchdog=5)
-    out = starting.environment(config, given, MPICH, runs.Run(tmp_path, 3), 2, "t" * 16)
+    out = starting.build_environment(config, given, MPICH, runs.Run(tmp_path, 3), 2, "t" * 16)
     assert {"HOME", "LC_ALL", "FI_PROVIDER", "X"} <= set(out) and not (
         {"AWS_SECRET_ACCESS_KEY", "PMI_RANK", "SLURM_JWT"} & set(out)
     )
@@ -95,22 +108,22 @@ def test_srun_gives_ranks_the_cores_that_the_job_asked_for(tmp_path):
         ({}, None),
     ):
         given = {"SLURM_CPUS_PER_TASK": "8", **given} if given else {}
-        out = starting.environment(LaunchConfig(), given, srun, run, 2, "t" * 16)
+        out = starting.build_environment(LaunchConfig(), given, srun, run, 2, "t" * 16)
         assert out.get("SRUN_CPUS_PER_TASK") == wanted
 
 
 def test_a_launcher_that_is_not_there(tmp_path, monkeypatch):
     with pytest.raises(LaunchError, match="outside of a SLURM allocation"):
-        starting.find(LaunchConfig(launcher="srun"), {})
+        starting.find_starter(LaunchConfig(launcher="srun"), {})
     fake = tmp_path / "mpirun"
     fake.write_text("#!/bin/sh\necho something else\n")
     fake.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(LaunchError, match="neither MPICH's nor Open MPI's"):
-        starting.find(LaunchConfig(), {"PATH": "/usr/bin:/bin"})
+        starting.find_starter(LaunchConfig(), {"PATH": "/usr/bin:/bin"})
     fake.unlink()
     with pytest.raises(LaunchError, match="no mpirun"):
-        starting.find(LaunchConfig(), {"PATH": str(tmp_path)})
+        starting.find_starter(LaunchConfig(), {"PATH": str(tmp_path)})
 
 
 # --- output ---------------------------------------------------------------------------------------
@@ -441,8 +454,8 @@ def test_what_torchrun_and_mpirun_take_is_one_thing(tmp_path, monkeypatch, words
     for name in ("s.py", "pkg/__init__.py", "pkg/module.py", "program"):
         (tmp_path / name).touch()
     (tmp_path / "program").chmod(0o755)
-    assert starting.plain(words.split()) == kept.split()
-    started = starting.program(kept.split())
+    assert starting.normalize_command(words.split()) == kept.split()
+    started = starting.resolve_program(kept.split())
     if kept.startswith("train"):
         assert started[0] == sys.executable and "odyssey.train" in started
     elif "program" in kept:
@@ -459,7 +472,7 @@ def test_what_cannot_be_started_is_refused(tmp_path, monkeypatch, words):
     with pytest.raises(
         ConfigError, match=r"is no file and no program|there is no module|has no module"
     ):
-        starting.program(words.split())
+        starting.resolve_program(words.split())
 
 
 def test_newest_step(tmp_path):

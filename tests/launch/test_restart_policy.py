@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from odyssey.errors import ConfigError
-from odyssey.run.config import LaunchConfig, allowed, parse_elastic
-from odyssey.run.hosts import capacity, parse_hosts
-from odyssey.run.rank_ends import End, Started, first
-from odyssey.run.restart_policy import Outcome, Past, Verdict, decide, in_doubt, taken_back
+from odyssey.launch.config import LaunchConfig, allowed, parse_elastic
+from odyssey.launch.hosts import capacity, parse_hosts
+from odyssey.launch.rank_ends import End, Started, first
+from odyssey.launch.restart_policy import Outcome, Past, Verdict, decide, in_doubt, taken_back
 
 CONFIG = LaunchConfig(nproc_per_node=4, max_restarts=3)
 NONE = Past()

@@ -7,16 +7,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import odyssey
-from odyssey.launch import LaunchConfig
-from odyssey.run import leftovers, rank_ends, restart_policy, starting
+from odyssey.launch import LaunchConfig, leftovers, rank_ends, restart_policy, starting
 
-WRAPPER = Path(odyssey.__file__).parent / "run" / "rank_wrapper.py"
+WRAPPER = Path(odyssey.__file__).parent / "launch" / "rank_wrapper.py"
 MPICH = starting.Starter("mpich", "/x/mpirun", "MPICH 5", "mpich")
 OPEN_MPI = starting.Starter("openmpi", "/x/mpirun", "Open MPI 5", "openmpi")
 SRUN = starting.Starter("srun", "/x/srun", "srun", "mpich")
@@ -122,6 +122,8 @@ def test_a_program_gets_signals_descriptors_and_default_dispositions(tmp_path):
             pass_fds=[opened.fileno()],
             stdout=subprocess.PIPE,
             text=True,
+            # the tests may have been started with nohup, which ignores it
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
         assert process.stdout.readline().startswith("5 0")
         process.terminate()

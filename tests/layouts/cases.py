@@ -167,7 +167,8 @@ def _looped(
 
 def _close(trainer: DistributedTrainer, comm: Communicator) -> None:
     """Gives the trainer's groups back: MPI has no more than about 2,000."""
-    groups = getattr(getattr(trainer, "_train", None), "groups", None)
+    engine = getattr(getattr(trainer, "stepper", None), "engine", None)
+    groups = getattr(engine, "groups", None)
     if groups is None:
         return
     for part in (groups.tp, groups.pp, groups.dp, groups.model):

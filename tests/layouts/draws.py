@@ -211,9 +211,9 @@ class Training:
             return self.settings["shard_size"]
         first = next(iter(self.data.loader()))
         settings = {"loss": self.loss.build(), "backend": "local", "device": "cpu"}
-        rows = DistributedTrainer(self.network.build(), optim.SGD(), **settings)._rows(
-            first.dataset.form
-        )
+        rows = DistributedTrainer(
+            self.network.build(), optim.SGD(), **settings
+        ).stepper.rows_of_sample(first.dataset.form)
         return min(
             default_shard_size(n, rows)
             for n in (self.step, min(self.data.batch, self.data.samples))

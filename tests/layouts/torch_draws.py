@@ -473,8 +473,7 @@ class Training:
         loss = self.loss()
         return (
             f"{', '.join(about)}; {words[0]}, frozen {frozen}; {words[1]}; "
-            f"{type(scheduler).__name__}; "
-            f"{getattr(loss, '__name__', loss)}; "
+            f"{type(scheduler).__name__}; {getattr(loss, '__name__', loss)}; "
             f"{[*map(str, self.callbacks(scheduler is not None, module))]}"
         )
 
@@ -561,8 +560,7 @@ class Case:
     def __str__(self) -> str:
         return (
             f"on {self.whole}; {self.stop} steps on {self.before}, then {self.after}, "
-            f"checkpoint_every={self.every}: "
-            f"{self.training}"
+            f"checkpoint_every={self.every}: {self.training}"
         )
 
 

@@ -21,7 +21,7 @@ from gpu import emulated
 import odyssey
 from odyssey import data, nn, optim
 from odyssey import functional as F
-from odyssey.build import library as build
+from odyssey.compile import library as build
 from odyssey.core.placement import device
 from odyssey.train.trainer import DistributedTrainer
 

@@ -13,7 +13,7 @@ import pytest
 
 from odyssey import DistributedTrainer, data, nn, optim
 from odyssey import functional as F
-from odyssey.build import library as build
+from odyssey.compile import library as build
 from odyssey.core.placement import device
 
 HERE = Path(__file__).parent

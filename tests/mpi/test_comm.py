@@ -103,16 +103,14 @@ def test_ranks_that_differ_are_refused_by_name(launch):
         (
             "activation",
             64,
-            "[train] the model of rank 1 differs from that of rank 0 in op 3: tanh_forward (24) "
-            "in layer 1 (Tanh); on "
-            "rank 0 relu_forward (24) in layer 1 (ReLU); start all ranks alike",
+            "[train] the model of rank 1 differs from that of rank 0 in op 3: tanh_forward (24) in "
+            "layer 1 (Tanh); on rank 0 relu_forward (24) in layer 1 (ReLU); start all ranks alike",
         ),
         (
             "size",
             64,
-            "[train] the model of rank 1 differs from that of rank 0 in parameter 1: 0.weight "
-            "(7, 8); on rank 0 "
-            "0.weight (6, 8); start all ranks alike",
+            "[train] the model of rank 1 differs from that of rank 0 in parameter 1: 0.weight (7, "
+            "8); on rank 0 0.weight (6, 8); start all ranks alike",
         ),
         (
             "data",

@@ -120,8 +120,7 @@ def unmarked(block: Block, page: str = "") -> str | None:
         return None
     return (
         f"```{block.kind} is neither run nor marked as not to be: python, sh, console, output, "
-        "text, or a comment "
-        "before it, <!-- not run: REASON --> or <!-- file: NAME -->"
+        "text, or a comment before it, <!-- not run: REASON --> or <!-- file: NAME -->"
     )
 
 
@@ -180,7 +179,7 @@ def at_home() -> bool:
     """True on processors with the instructions of those that the pages' hashes are of: on others
     bits are others, and tests/golden has those.
     """
-    from odyssey.build.library import plan, source_root
+    from odyssey.compile.library import plan, source_root
 
     return plan(source_root()).cpu.startswith("x86-64-v4")
 

@@ -60,7 +60,7 @@ def test_wheel_has_the_kernels_and_mnist(wheel):
     } <= set(inside)
     assert {
         "odyssey/cli/__init__.py",
-        "odyssey/build/library.py",
+        "odyssey/compile/library.py",
         "odyssey/data/__init__.py",
     } <= set(inside)
 
@@ -103,7 +103,7 @@ def test_unpacked_wheel_finds_its_sources(wheel, tmp_path):
     assert done.returncode == 0, done.stderr
     root, digest = done.stdout.split()
     assert Path(root) == tmp_path / "odyssey" / "_mojo"
-    from odyssey.build import library as installed
+    from odyssey.compile import library as installed
 
     assert digest == installed.source_hash(ROOT)  # the same cache entry as the checkout's
 

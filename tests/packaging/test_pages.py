@@ -351,7 +351,7 @@ def test_every_python_file_has_its_line():
     assert {path for path in here if not path.endswith("__init__.py")} - named == set()
 
 
-ROOMS = "base settings core comm nn data parallel engine checkpoints callbacks audit train run distributed".split()
+ROOMS = "base settings core comm nn data parallel engine checkpoints callbacks audit train watch launch distributed".split()
 
 
 @pytest.mark.parametrize("module", ["", *(f".{room}" for room in ROOMS)])

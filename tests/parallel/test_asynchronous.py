@@ -124,7 +124,7 @@ def test_a_fast_worker_waits_for_a_slow_one(staleness):
 
     def rank(comm):
         trainer = made(comm, reduction=ASYNC, staleness=staleness)
-        compute, until = trainer.gradients, time.monotonic() + 60
+        compute, until = trainer.stepper.gradients, time.monotonic() + 60
 
         def counted(*arguments):
             begun[comm.rank] += 1
@@ -133,7 +133,7 @@ def test_a_fast_worker_waits_for_a_slow_one(staleness):
                     time.sleep(0.005)
             return compute(*arguments)
 
-        trainer.gradients = counted
+        trainer.stepper.gradients = counted
         return trainer.fit(loader(), epochs=1).records[-1]
 
     record = mock.run(3, rank)[0]
@@ -150,7 +150,7 @@ def test_a_gradient_that_is_not_finite_ends_all_ranks():
     def rank(comm):
         trainer = made(comm, reduction=ASYNC)
         if comm.rank == 2:
-            compute = trainer.gradients
+            compute = trainer.stepper.gradients
 
             def spoiled(batch, step):
                 sums, gradients, divisor = compute(batch, step)
@@ -158,7 +158,7 @@ def test_a_gradient_that_is_not_finite_ends_all_ranks():
                     gradients[3] = np.inf
                 return sums, gradients, divisor
 
-            trainer.gradients = spoiled
+            trainer.stepper.gradients = spoiled
         with pytest.raises(
             NumericsError, match="Lower --lr, warm up, or lower --staleness"
         ) as caught:

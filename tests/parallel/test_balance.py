@@ -153,7 +153,7 @@ def test_a_pipeline_is_as_slow_as_its_slowest_stage(monkeypatch):
 
 def _moves(comm, monkeypatch, spent, members=1):
     made = balance.Balance(comm, 1, members)
-    monkeypatch.setattr(slot, "busy", lambda: int(spent[base.here.world.rank] * 1e9))
+    monkeypatch.setattr(slot, "busy_nanoseconds", lambda: int(spent[base.here.world.rank] * 1e9))
     found = []
     for step in range(80):
         line = made.before_step(8)

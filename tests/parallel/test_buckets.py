@@ -194,7 +194,7 @@ CHAIN = [
 
 def names(model, limit):
     trainer = DistributedTrainer(model, optim.SGD())
-    records = trainer._train.record(8, Form.of_classes(1, 28, 28))
+    records = trainer.stepper.engine.record(8, Form.of_classes(1, 28, 28))
     return [b.names for b in buckets.cut(records, trainer.arena, limit)]
 
 
@@ -293,7 +293,7 @@ def test_a_frozen_layer_between_two_of_a_bucket():
     for p in model[2].parameters():
         p.requires_grad = False
     trainer = DistributedTrainer(model, optim.SGD())
-    records = trainer._train.record(8, Form.of_classes(1, 28, 28))
+    records = trainer.stepper.engine.record(8, Form.of_classes(1, 28, 28))
     for limit in (1, 100, 10**6):
         made = buckets.cut(records, trainer.arena, limit)
         assert fits(records, trainer.arena, made, True)[-1].stop == len(records)

@@ -116,8 +116,8 @@ def test_a_rank_whose_model_records_something_else_takes_rank_0s():
     def sizes(comm):
         trainer = made(comm)
         if comm.rank:
-            trainer._train.programs.rows = lambda form: 1 / 0
-        return trainer._rows(TEXTS.form)
+            trainer.stepper.engine.programs.rows = lambda form: 1 / 0
+        return trainer.stepper.rows_of_sample(TEXTS.form)
 
     assert mock.run(3, sizes) == [CONTEXT] * 3
 

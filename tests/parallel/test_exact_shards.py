@@ -62,7 +62,7 @@ def train(comm, model, batch, settings, sizes=None):
     loader = data.DataLoader(TEXTS if model is texts else IMAGES, batch_size=batch, shuffle=True)
     losses = [trainer.train_step(each)[0] for each, _ in zip(loader, range(2), strict=False)]
     if sizes is not None:
-        sizes.append([program.samples for program in trainer._train.runners[-1].programs])
+        sizes.append([program.samples for program in trainer.stepper.engine.runners[-1].programs])
     return losses, trainer.evaluate(loader.dataset.take(37)).loss, trainer.weights_sha256()
 
 
@@ -159,7 +159,7 @@ def test_a_model_that_counts_on_the_size_of_a_shard_gets_it(number):
         )
         for batch in data.DataLoader(TEXTS.take(70), batch_size=35):
             trainer.train_step(batch)
-        found.append([program.samples for program in trainer._train.runners[-1].programs])
+        found.append([program.samples for program in trainer.stepper.engine.runners[-1].programs])
         return trainer.weights_sha256()
 
     one = mock.run(1, run)

@@ -152,7 +152,7 @@ def test_replicas(model, layout):
     ranks, settings = LAYOUTS[layout]
     # 140 = 64 + 64 + 12: the last batch has two shards of 8, so some ranks have none
     trainers = same_bits(model, ranks, settings, common={"clip_norm": 0.3})
-    bucketed = any(isinstance(r, BucketedRunner) for r in trainers[0]._train.runners)
+    bucketed = any(isinstance(r, BucketedRunner) for r in trainers[0].stepper.engine.runners)
     assert bucketed == (ranks > 1 and ("bucket_size_mb" in settings or settings.get("zero", 0) > 1))
 
 
@@ -161,7 +161,7 @@ def test_replicas(model, layout):
 def test_pipelines(model, layout):
     ranks, settings = PIPELINES[layout]
     trainers = same_bits(model, ranks, settings, common={"clip_norm": 0.3})
-    assert all(isinstance(r, PipelineRunner) for t in trainers for r in t._train.runners)
+    assert all(isinstance(r, PipelineRunner) for t in trainers for r in t.stepper.engine.runners)
     if ranks == 4:  # the optimizer's numbers are spread over stages and replicas
         kept = [t.optimizer.state["m"].size for t in trainers]
         assert sum(kept) <= trainers[0].arena.size + 64 and max(kept) < trainers[0].arena.size
@@ -220,7 +220,7 @@ def test_batches_of_many_sizes_and_other_data():
         )
         trainer.fit(batches)
         trainer.fit(batches[:2] + batches[-1:])
-        return trainer.weights_sha256(), len(trainer._train.runners), trainer.memory()
+        return trainer.weights_sha256(), len(trainer.stepper.engine.runners), trainer.memory()
 
     one = mock.run(1, fit, 0)[0]
     for zero in (0, 3):
@@ -242,7 +242,7 @@ def test_all_ranks_keep_the_same_batch_sizes(settings):
         for n in (40, 48, 24, 40, 48, 24, 56):
             x, y = MNIST.gather(np.arange(n))
             trainer.fit([(np.asarray(x, np.float32), y)])
-            kept.append(list(trainer._train._prepared))
+            kept.append(list(trainer.stepper.engine._runners))
         return kept
 
     found = mock.run(3, fit)
@@ -437,8 +437,8 @@ def test_the_norm_is_that_of_float64_and_the_same_for_all():
         model[2].weight.data[...] *= 1e4
         trainer = DistributedTrainer(model, optim.SGD(lr=1.0), comm=comm, threads=1, shard_size=8)
         batch = data.Batch(data.arrays(x, labels, classes=10), np.arange(32), 0, 0)
-        trainer._train.run(batch, 0)
-        (runner,) = trainer._train.runners
+        trainer.stepper.engine.run(batch, 0)
+        (runner,) = trainer.stepper.engine.runners
         return (
             math.sqrt(float((runner.result[: trainer.arena.size].astype(np.float64) ** 2).sum()))
             / 32
@@ -524,7 +524,7 @@ def test_zero_keeps_parts():
         if zero == 3:
             with pytest.raises(ConfigError, match=r"zero=3\); call trainer.state_dict"):
                 trainer.arena.sha256()
-        return trainer.memory(), trainer.arena.size, trainer._train.ownership.parts
+        return trainer.memory(), trainer.arena.size, trainer.stepper.engine.ownership.parts
 
     plain = mock.run(4, memory, 0)[0][0]
     for zero in (1, 2, 3):

@@ -12,6 +12,7 @@ from odyssey import DistributedTrainer, Mesh, data, nn, optim
 from odyssey import functional as F
 from odyssey.comm import mock
 from odyssey.nn import PipelineParallel, Stage
+from odyssey.train.stepper import EngineStepper
 
 X = np.random.default_rng(0).standard_normal((24, 6), np.float32)
 Y = np.random.default_rng(1).integers(0, 4, 24)
@@ -69,7 +70,7 @@ def trained(comm, loss, **settings):
     settings = {"shard_size": 4, "threads": 1, "device": "cpu", **settings}
     trainer = DistributedTrainer(Net(None), optim.Adam(lr=0.01), loss=loss, comm=comm, **settings)
     lines = []
-    trainer.say = lines.append
+    trainer.reporter.say = lines.append
     for k in range(3):
         order = np.random.default_rng(k).permutation(24)
         trainer.train_step(
@@ -99,7 +100,7 @@ LAYOUTS = [
 def test_a_loss_across_the_batch_is_told(loss, settings, monkeypatch):
     found = mock.run(2, lambda comm: trained(comm, loss, **settings))
     assert len(told(found[0][1])) == 1 and "Give shard_size=24" in told(found[0][1])[0]
-    monkeypatch.setattr(DistributedTrainer, "_look_at_loss", lambda *_: None)
+    monkeypatch.setattr(EngineStepper, "check_loss", lambda *_: None)
     unlooked = mock.run(2, lambda comm: trained(comm, loss, **settings))
     assert not told(unlooked[0][1])
     assert [weights for weights, _ in found] == [weights for weights, _ in unlooked]
@@ -121,7 +122,7 @@ def test_on_a_pipeline(monkeypatch):
             model, optim.SGD(), loss=loss, comm=comm, threads=1, mesh=Mesh(pp=2)
         )
         lines = []
-        trainer.say = lines.append
+        trainer.reporter.say = lines.append
         trainer.train_step(next(iter(data.DataLoader(data.arrays(X, Y), batch_size=24))))
         return lines
 
@@ -143,8 +144,11 @@ def test_no_built_in_model_is_told(name, precision):
     trainer = DistributedTrainer(
         model, optim.SGD(lr=0.01), loss=lambda y, t: loss(y, t), **settings
     )
-    trainer.say = looked.append
+    trainer.reporter.say = looked.append
     trainer.train_step(batch_of(name, 10))
     assert not told(looked)
     # it was looked at, and nothing is kept
-    assert not trainer._eval.runners and not trainer._eval.storage.arrays
+    assert (
+        not trainer.stepper.evaluation_engine.runners
+        and not trainer.stepper.evaluation_engine.storage.arrays
+    )

@@ -92,7 +92,9 @@ def test_the_bits_of_memory_also_over_resumes(tmp_path, ranks, settings):
         assert got == one
         kept = [trainer.arena.grads, *trainer.optimizer.state.values()]
         kept += [
-            a for name, a in trainer._train.storage.arrays.items() if name.startswith("gradients")
+            a
+            for name, a in trainer.stepper.engine.storage.arrays.items()
+            if name.startswith("gradients")
         ]
         assert all(in_a_file(a) for a in kept)
     assert not os.listdir(tmp_path / "files")  # nothing is left behind, and nothing has a name

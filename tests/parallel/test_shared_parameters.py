@@ -186,7 +186,9 @@ def test_the_bits_of_one_process(model, layout, tmp_path):
 
 def test_a_gradient_goes_from_stage_to_stage_and_the_first_keeps_it():
     trainer = DistributedTrainer(Everything(), optim.SGD(), threads=1)
-    parts = partition(trainer._train.record(8, Form.of_classes(1, 28, 28)), lambda r: r.device)
+    parts = partition(
+        trainer.stepper.engine.record(8, Form.of_classes(1, 28, 28)), lambda r: r.device
+    )
     # 14 x 196, in whole vectors
     (gradient,) = (t.slot for p in parts for t in p.sends if t.slot.nbytes == 4 * 2752)
     order = [
@@ -212,7 +214,7 @@ def test_a_gradient_goes_from_stage_to_stage_and_the_first_keeps_it():
 def test_automatic_cuts_know_what_a_shared_parameter_costs():
     model = nn.models.build("gpt", vocab_size=50, context=8, layers=2, heads=2, width=8)
     trainer = DistributedTrainer(model, optim.SGD(), threads=1)
-    records = trainer._train.record(
+    records = trainer.stepper.engine.record(
         8, data.arrays(np.zeros((8, 8), np.int32), np.zeros((8, 8), np.int32)).form
     )
     _, found = costs.ops(records, trainer.arena, 8, np.ones(len(records)))

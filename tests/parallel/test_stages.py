@@ -38,7 +38,9 @@ class Skipping(nn.Module):
 
 def program(model, train=True) -> list[Record]:
     trainer = DistributedTrainer(model, optim.SGD())
-    return (trainer._train if train else trainer._eval).record(8, Form.of_classes(1, 28, 28))
+    return (trainer.stepper.engine if train else trainer.stepper.evaluation_engine).record(
+        8, Form.of_classes(1, 28, 28)
+    )
 
 
 def holds(parts: list[StageWork], records: list[Record]) -> None:

@@ -82,9 +82,9 @@ def test_what_a_rank_keeps_is_what_is_documented(name):
         trainer = stepped(comm, name, 4, zero=zero)
         return (
             trainer.memory(),
-            trainer._train.ownership.parts,
+            trainer.stepper.engine.ownership.parts,
             trainer.arena.size,
-            trainer._train.ownership.warnings,
+            trainer.stepper.engine.ownership.warnings,
         )
 
     for zero in (1, 2, 3):
@@ -147,16 +147,16 @@ def test_which_buckets_are_kept():
 def test_what_an_offloaded_training_has_in_memory(name, tmp_path, monkeypatch):
     monkeypatch.setattr(offload, "SMALL", 64)
     (trainer,) = mock.run(1, lambda comm: stepped(comm, name, 4, offload=tmp_path))
-    floats = [b.floats for b in trainer._train.ownership.parts.buckets]
-    arrays = trainer._train.storage.arrays
+    floats = [b.floats for b in trainer.stepper.engine.ownership.parts.buckets]
+    arrays = trainer.stepper.engine.storage.arrays
     inside = {n: a.nbytes for n, a in arrays.items() if not in_a_file(a)}
-    buffers = trainer._train.runners[0].plan.buffers  # of four shards on one thread: three
+    buffers = trainer.stepper.engine.runners[0].plan.buffers  # of four shards on one thread: three
     assert buffers == 3 and inside.pop("work") == trainer.memory()["activations"]
     assert sum(inside.values()) == 4 * buffers * pools(floats)
     large = 2 * max(floats) > trainer.arena.size
-    assert [line.partition("which ")[2][:7] for line in trainer._train.ownership.warnings] == [
-        "offload"
-    ] * large
+    assert [
+        line.partition("which ")[2][:7] for line in trainer.stepper.engine.ownership.warnings
+    ] == ["offload"] * large
 
 
 # --- bits -----------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def test_buckets_of_the_first_program_fit_the_others(ranks, settings, first, tmp
         for change in CHANGES[first:] + CHANGES[:first]:
             change(net)
             trainer.fit(data.DataLoader(images, batch_size=22), images, epochs=2, verbose=False)
-            parts.append(trainer._train.ownership._parts)
+            parts.append(trainer.stepper.engine.ownership._parts)
         assert all(p is parts[0] for p in parts)
         return trainer.weights_sha256(), trainer.evaluate(images)
 

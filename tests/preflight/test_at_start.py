@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from odyssey.base import limits
-from odyssey.base.launcher import Launched
+from odyssey.base.launcher import Launched, mpi_library
 from odyssey.comm import mock
 from odyssey.errors import ConfigError, OutputError
 from odyssey.train import preflight
@@ -35,13 +35,13 @@ def together(ranks, start):
 
 
 def test_ranks_that_fit_together_start_without_a_word(monkeypatch):
-    monkeypatch.setattr(preflight, "_mask", lambda: 0b1111)
+    monkeypatch.setattr(preflight, "core_mask", lambda: 0b1111)
     assert together(4, lambda comm: preflight.at_start(comm, SETTINGS, environment={})) == [[]] * 4
     assert together(1, lambda comm: preflight.at_start(comm, SETTINGS, environment={})) == [[]]
 
 
 def test_what_belongs_to_a_host_may_differ(monkeypatch):
-    monkeypatch.setattr(preflight, "_mask", lambda: 0b1111)
+    monkeypatch.setattr(preflight, "core_mask", lambda: 0b1111)
 
     def start(comm):
         return preflight.at_start(comm, {**SETTINGS, "data_dir": f"/d{comm.rank}"}, environment={})
@@ -148,7 +148,7 @@ def test_more_threads_than_cores_of_a_machine():
 
 
 def test_a_crowded_machine_is_a_warning_on_all_ranks_alike(monkeypatch):
-    monkeypatch.setattr(preflight, "_mask", lambda: 0b11)
+    monkeypatch.setattr(preflight, "core_mask", lambda: 0b11)
     warnings = together(3, lambda comm: preflight.at_start(comm, threads=2, environment={}))
     assert warnings[0] == warnings[2] and "3 ranks x 2 threads on this machine" in warnings[0][0]
 
@@ -167,14 +167,9 @@ def test_room_for_checkpoints(tmp_path):
 
 
 def test_names_of_mpi_libraries():
-    assert (
-        preflight.mpi_library("MPICH Version:      5.0.2\nMPICH Release date: x\n") == "MPICH 5.0.2"
-    )
-    assert preflight.mpi_library("Open MPI v5.0.11, package: Open MPI x\0") == "Open MPI 5.0.11"
-    assert (
-        preflight.mpi_library("Intel(R) MPI Library 2021.9\x1b")
-        == "Intel(R) MPI Library 2021.9\\x1b"
-    )
+    assert mpi_library("MPICH Version:      5.0.2\nMPICH Release date: x\n") == "MPICH 5.0.2"
+    assert mpi_library("Open MPI v5.0.11, package: Open MPI x\0") == "Open MPI 5.0.11"
+    assert mpi_library("Intel(R) MPI Library 2021.9\x1b") == "Intel(R) MPI Library 2021.9\\x1b"
 
 
 def test_shared_memory_is_looked_at_before_mpi_starts(monkeypatch):

@@ -16,7 +16,6 @@ import pytest
 from odyssey.cli import doctor
 from odyssey.cli.doctor import FAIL, GIB, MIB, OK, WARN
 from odyssey.errors import ConfigError
-from odyssey.train import preflight
 
 
 def program(path: Path, text: str) -> Path:
@@ -113,7 +112,7 @@ def test_a_launcher_of_another_mpi_is_found(tmp_path, monkeypatch):
     alone = doctor.probe([sys.executable])
     check = doctor.launching(str(program(tmp_path / "mpirun", ALONE)), lambda: alone)
     assert check.state == FAIL and "starts 2 processes and each is a world of one" in check.found
-    library = doctor.library(alone)
+    library = doctor.mpi_of(alone)
     assert ("it is of Open MPI, mpi4py uses MPICH" in check.found) == library.startswith("MPICH")
     assert check.advice
 
@@ -241,7 +240,7 @@ def test_a_run_directory_of_another_user_that_all_may_write_to(tmp_path):
 def test_packages_that_are_missing(monkeypatch):
     check = doctor.packages(("numpy", "no-such-package-here"))
     assert check.state == FAIL and check.advice == "pip install no-such-package-here"
-    monkeypatch.setattr(preflight, "version", lambda name: "none" if name == "max" else "1")
+    monkeypatch.setattr(doctor, "version", lambda name: "none" if name == "max" else "1")
     monkeypatch.delenv("ODYSSEY_KERNELS", raising=False)
     check = doctor.packages()
     # another compiler would be refused

@@ -5,6 +5,7 @@ without an engine.
 from __future__ import annotations
 
 import hashlib
+import types
 
 import numpy as np
 import pytest
@@ -12,12 +13,16 @@ import pytest
 from odyssey import DistributedTrainer, data, nn, optim, steplog
 from odyssey.callbacks import Callback, Context
 from odyssey.checkpoints import Snapshot
-from odyssey.checkpoints.trainable import Evaluation, Mode, Step
+from odyssey.checkpoints.trainable import Evaluation, Step
 from odyssey.comm import Communicator
 from odyssey.core.fingerprint import of
 from odyssey.errors import ConfigError, Stopped
-from odyssey.train.fit import Trainer
-from odyssey.train.numerics import NonFinite
+from odyssey.parallel.mesh import Mesh
+from odyssey.settings.declarations import Training, make_settings
+from odyssey.train.feed import BatchFeed
+from odyssey.train.rank_checks import RankChecks
+from odyssey.train.sharing import BatchSharing
+from odyssey.train.trainer_base import Trainer
 
 EVENTS = [name for name in vars(Callback) if name.startswith("on_")]
 
@@ -51,19 +56,26 @@ def engine() -> DistributedTrainer:
 class Plain(Trainer):
     """Weights in NumPy; a step takes the mean of a batch's images off them."""
 
-    partial, state_bytes = False, 24
+    partial = False
+    in_parts = False
+    state_bytes = 24
 
     def __init__(self) -> None:
-        self.comm, self.callbacks, self.progress = Communicator(), [], None
-        self.context = Context(self)
-        self.accumulation_steps = self.replicas = 1
-        self.check_every, self.saved_in, self.numerics = 0, set(), NonFinite()
-        self.layout = type("Layout", (), {"workers": 1, "offload": None})
-        self.mode = Mode(self)
-        self.weights, self.gradient = np.ones(6, np.float32), np.zeros(6, np.float32)
+        self.callbacks = []
+        super().__init__(make_settings(Training, {}), Communicator(), None)
+        self.metrics = None
+        self.replicas = 1
+        self.layout = types.SimpleNamespace(workers=1, offload=None, balance=None, mesh=Mesh(1))
+        self.stepper = types.SimpleNamespace(steps=0, last=None, traffic=lambda: (0, 0, 0))
+        shards = types.SimpleNamespace(shard_size=16)
+        self.sharing = BatchSharing(shards, self.mode, self.layout, lambda form: 1, self.say)
+        self.feed = BatchFeed(self.mode, 1)
+        self.checks = RankChecks(self.mode, 0, self.say)
+        self.weights = np.ones(6, np.float32)
+        self.gradient = np.zeros(6, np.float32)
 
     def say(self, line: str) -> None:
-        self.said = line
+        self.told = line
 
     def take_step(self, batch: data.Batch) -> Step:
         images, _ = batch.dataset.gather(batch.indices)

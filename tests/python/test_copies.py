@@ -831,7 +831,7 @@ def test_trainers_are_refused_by_name(way):
         ):
             way(value)
     with pytest.raises(ConfigError, match="Engine"):
-        way(trainer._train)
+        way(trainer.stepper.engine)
     assert trainer.weights_sha256()
 
 

@@ -43,7 +43,7 @@ def test_many_small_data_sets_share_one_plan() -> None:
     b.arena.params[:] = a.arena.params
     a.fit(loader)
     b.fit(pairs)
-    assert len(b._train._prepared) == 1
+    assert len(b.stepper.engine._runners) == 1
     assert a.weights_sha256() == b.weights_sha256()
 
 

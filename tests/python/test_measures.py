@@ -21,9 +21,9 @@ import click
 import pytest
 
 import odyssey
-from odyssey.build import library
 from odyssey.cli import group
 from odyssey.cli.commands import COMMANDS
+from odyssey.compile import library
 
 from .test_layers import SATELLITES
 

@@ -157,8 +157,7 @@ def test_a_wrong_place_is_named():
         fc(x)
     assert str(caught.value) == (
         "[linear] the input is on device(0), the weight (3, 4) on device(1); move the input with "
-        ".to(device(1)), "
-        "or place the layer with @ device(0), after its weights are shared"
+        ".to(device(1)), or place the layer with @ device(0), after its weights are shared"
     )
     fc.bias.put(device(2))
     with pytest.raises(DeviceError, match=r"the bias \(3,\) on device\(2\)"):
@@ -181,9 +180,8 @@ def test_a_trainer_refuses_it_before_anything_runs():
     with pytest.raises(DeviceError) as caught:
         trainer.train_step(batch())
     assert str(caught.value) == (
-        "[linear] the input is on device(0), the weight 2.weight on device(1); move the input "
-        "with .to(device(1)), "
-        "or place the layer with @ device(0), after its weights are shared"
+        "[linear] the input is on device(0), the weight 2.weight on device(1); move the input with "
+        ".to(device(1)), or place the layer with @ device(0), after its weights are shared"
     )
     assert trainer.weights_sha256() == before and trainer.steps == 0
 

@@ -233,7 +233,7 @@ def test_a_layer_can_be_taken_out_in_forward():
         t.train_step(next(iter(loader())))
         return [
             (r.op, r.dtype)
-            for r in t._train.record(32, Form.of_classes(1, 28, 28))
+            for r in t.stepper.engine.record(32, Form.of_classes(1, 28, 28))
             if r.op.startswith("linear")
         ]
 
@@ -249,7 +249,7 @@ def test_a_layer_can_be_taken_out_in_forward():
 
 def test_relu_is_fused_into_rounded_products():
     t = trainer("bf16", "lenet5")
-    ops = [(r.op, r.dtype) for r in t._train.record(32, Form.of_classes(1, 28, 28))]
+    ops = [(r.op, r.dtype) for r in t.stepper.engine.record(32, Form.of_classes(1, 28, 28))]
     assert ("relu_forward", "fp32") not in ops
     assert ops.count(("linear_forward", "bf16")) == 3 and ops.count(("conv2d_forward", "bf16")) == 1
 

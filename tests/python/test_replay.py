@@ -329,7 +329,7 @@ def planned(name, shape, size, **settings):
     trainer = DistributedTrainer(
         model, optim.SGD(lr=0.1), shard_size=size, threads=1, metrics=[], **settings
     )
-    records = recompute(trainer._train.record(size, dataset.form))
+    records = recompute(trainer.stepper.engine.record(size, dataset.form))
     return records, program.plan_memory(records)
 
 

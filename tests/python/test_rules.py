@@ -1,4 +1,4 @@
-"""Optimizers that are rules (core/rule.py): against NumPy, cut anywhere, while settings change;
+"""Optimizers that are rules (optim/rule.py): against NumPy, cut anywhere, while settings change;
 what is refused.
 """
 
@@ -14,10 +14,10 @@ import pytest
 from odyssey import functional as F
 from odyssey import nn, optim
 from odyssey.core import native
-from odyssey.core.rule import RuleProgram
 from odyssey.errors import ConfigError, NumericsError
 from odyssey.nn import Parameter
 from odyssey.optim import Update
+from odyssey.optim.rule import RuleProgram
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "layouts"))
 from draws import AdamRule, MadeUp

@@ -12,7 +12,7 @@ import click
 import pytest
 
 from odyssey import DistributedTrainer, data, nn, optim
-from odyssey.cli.commands.train import _option
+from odyssey.cli.commands.train import _build_option
 from odyssey.cli.configfile import parse_config
 from odyssey.distributed.config import DistributedConfig
 from odyssey.errors import ConfigError
@@ -71,7 +71,7 @@ class More(Training):
 
 
 def test_one_declaration_is_an_option_a_key_a_keyword_and_its_checks():
-    found = _option(declared(More)["tensor_fusion"])
+    found = _build_option(declared(More)["tensor_fusion"])
     assert (found.name, found.opts, found.type) == ("tensor_fusion", ["--tensor-fusion"], click.INT)
     assert found.help == "Tensors that are sent as one. (only with --reduction ring; default: all)"
     assert parse_config(b"tensor-fusion = 2\n", "run.toml", [found]) == {"tensor_fusion": 2}

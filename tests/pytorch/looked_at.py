@@ -23,8 +23,7 @@ warnings.filterwarnings("ignore")
 G = torch.Generator().manual_seed(0)
 PICTURES = (
     "resnet18 vit_tiny_patch16_224 convnext_atto mobilenetv3_small_050 efficientnet_b0 "
-    "mixer_s32_224 regnetx_002 "
-    "densenet121 xcit_nano_12_p16_224 nf_resnet26"
+    "mixer_s32_224 regnetx_002 densenet121 xcit_nano_12_p16_224 nf_resnet26"
 ).split()
 
 

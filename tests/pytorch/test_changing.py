@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 
+import numpy as np
 import pytest
 
 if importlib.util.find_spec("torch") is None:
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from odyssey import callbacks
+from odyssey.comm import mock
 from odyssey.errors import ConfigError
 from odyssey.torch import DistributedTrainer
 
@@ -110,7 +112,21 @@ def clip(trainer, module) -> None:
     trainer.clip_norm = 0.01
 
 
+def set_rate_of_numpy(trainer, module) -> None:
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = np.float32(0.05 * np.cos(0.5))
+        group["momentum"] = np.array(0.5)
+        group["weight_decay"] = np.float64(0.01)
+
+
+def set_rate_to_a_tensor(trainer, module) -> None:
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = torch.tensor(0.03)
+
+
 CHANGES = [
+    set_rate_of_numpy,
+    set_rate_to_a_tensor,
     set_drop,
     set_momentum,
     set_gain,
@@ -174,8 +190,10 @@ def test_a_group_that_is_added_goes_on(tmp_path):
 
 def test_what_forward_leaves_behind_is_no_setting(tmp_path):
     trainer = fitted(at(99, set_gain), checkpoint_dir=tmp_path)
-    assert {"module.seen", "module.length", "module.mean"} <= trainer._built.by_forward
-    assert not {"module.seen", "module.length", "module.mean"} & set(trainer._built.values())
+    set_by_forward = {"model.seen", "model.length", "model.mean"}
+    assert set_by_forward <= trainer.capture.by_forward
+    assert not set_by_forward & set(trainer.capture.compared())
+    assert not set_by_forward & set(trainer.state({}).values["captured"]["values"])
 
 
 def test_a_forward_that_counts_its_calls_is_refused():
@@ -188,7 +206,7 @@ def test_a_forward_that_counts_its_calls_is_refused():
 
     module = Counting()
     trainer = DistributedTrainer(module, torch.optim.SGD(module.parameters(), 0.1), shard_size=4)
-    with pytest.raises(ConfigError, match=r"forward\(\) counts in module.calls \(\d+, then \d+\)"):
+    with pytest.raises(ConfigError, match=r"forward\(\) counts in model.calls \(\d+, then \d+\)"):
         trainer.fit(BATCHES, epochs=3, verbose=False)
 
 
@@ -218,8 +236,52 @@ def test_another_structure_is_refused_by_name(change, says):
 def test_an_older_checkpoint_leaves_settings_as_they_are(tmp_path):
     trainer = fitted(at(4, set_gain))
     snapshot = trainer.state({})
-    del snapshot.values["changed"], snapshot.values["optimizer"]["names"]
+    for newer in ("changed", "captured"):
+        del snapshot.values[newer]
+    del snapshot.values["optimizer"]["names"], snapshot.values["optimizer"]["typed"]
     other = made()
     other.module.gain = 7.0
     other.load(snapshot, "an older one")
     assert other.module.gain == 7.0 and other.steps == 9
+
+
+class CosineOfNumpy(torch.optim.lr_scheduler.LRScheduler):
+    """A scheduler as users write it: its rates are np.float64, and so is a number of its own."""
+
+    def __init__(self, optimizer) -> None:
+        self.scale = np.float64(1.0)
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        self.scale = self.scale * np.float64(0.9)
+        return [base * self.scale * np.cos(self.last_epoch / 8) for base in self.base_lrs]
+
+
+def test_a_scheduler_with_numbers_of_numpy_goes_on(tmp_path):
+    def scheduled(steps=None, folder=None):
+        torch.manual_seed(0)
+        module = Net()
+        optimizer = torch.optim.AdamW(module.parameters(), 0.1)
+        trainer = DistributedTrainer(
+            module, optimizer, scheduler=CosineOfNumpy(optimizer), shard_size=4
+        )
+        trainer.fit(BATCHES, epochs=3, steps=steps, checkpoint_dir=folder, verbose=False)
+        return trainer.weights_sha256()
+
+    whole = scheduled()
+    scheduled(4, tmp_path)
+    assert scheduled(None, tmp_path) == whole
+
+
+def test_a_rate_of_numpy_is_compared_between_ranks():
+    def work(comm):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Flatten(), nn.Linear(BATCHES[0][0][0].numel(), 5))
+        trainer = DistributedTrainer(
+            module, torch.optim.SGD(module.parameters(), 0.1), shard_size=4, comm=comm
+        )
+        trainer.optimizer.param_groups[0]["lr"] = np.float64(0.1 + 0.1 * comm.rank)
+        trainer.check_alike()
+
+    with pytest.raises(ConfigError, match="group 0 of the optimizer is"):
+        mock.run(2, work)

@@ -214,15 +214,23 @@ def trained(
         return values(net)
 
 
-@pytest.mark.parametrize("share", [*OF_PARAMETERS, *OTHERS])
-def test_one_shard_is_a_plain_loop(share):
-    net = new(share)
+def train_plainly(net: Net) -> dict[str, np.ndarray]:
     optimizer = optimizer_of(net)
     for x, y in BATCHES:
         optimizer.zero_grad()
         F.cross_entropy(net(x), y).backward()
         optimizer.step()
-    right = values(net)
+    return values(net)
+
+
+@pytest.mark.parametrize("share", [*OF_PARAMETERS, *OTHERS])
+def test_one_shard_is_a_plain_loop(share):
+    # odyssey keeps parameters in rows, and some processors' products of a weight with gaps between
+    # its elements have other last bits than those of the same weight in rows.
+    net = new(share)
+    if not net.first.weight.is_contiguous():
+        net.first.weight.data = net.first.weight.data.contiguous()
+    right = train_plainly(net)
     same(trained(None, new(share), shard=16), right)
 
     net = new(share)

@@ -375,6 +375,7 @@ def test_a_step_that_fails_leaves_the_statistics_of_before_it(where, error):
             with pytest.raises(type(error)):
                 trainer.fit(BATCHES[2:], epochs=1, verbose=False)
             same(dict(module.named_buffers()), before)
+            module.at = -1
             if hook is not None:
                 hook.remove()
         trainer.fit(BATCHES[2:], epochs=1, verbose=False)

@@ -419,7 +419,7 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
             made(net(), **settings).fit([(X, Y)], epochs=2, checkpoint_dir=tmp_path)
 
 
-def test_what_torch_is_told_is_of_the_configuration(tmp_path, monkeypatch):
+def test_what_torch_is_told_is_of_the_configuration(tmp_path, monkeypatch, capsys):
     """oneDNN, the precision of products, channels-last and torch.compile change bits: a
     checkpoint knows them.
     """
@@ -432,8 +432,8 @@ def test_what_torch_is_told_is_of_the_configuration(tmp_path, monkeypatch):
             made(net(), shard_size=8).fit([(X, Y)], epochs=2, checkpoint_dir=tmp_path)
     compiled = net()
     compiled.compile(backend="eager")  # needs no C++ compiler
-    with pytest.raises(ConfigError, match="made with torch.compile false, this training has true"):
-        made(compiled, shard_size=8).fit([(X, Y)], epochs=2, checkpoint_dir=tmp_path)
+    made(compiled, shard_size=8).fit([(X, Y)], epochs=2, checkpoint_dir=tmp_path)
+    assert "was made without torch.compile, this module is compiled" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="deterministic algorithms"):
         made(net(), shard_size=8, deterministic="warn").fit(
             [(X, Y)], epochs=2, checkpoint_dir=tmp_path

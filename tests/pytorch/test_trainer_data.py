@@ -106,7 +106,7 @@ def test_a_rank_reads_its_shards_only(monkeypatch):
     trainer = made(net(), shard_size=5)
     monkeypatch.setattr(trainer.shards, "share", lambda n, train: (10, 20))
     loader = data.DataLoader(samples, batch_size=20, prefetch=0)
-    batch = next(loader.steps(part=trainer._part(training=True)))
+    batch = next(loader.steps(part=trainer.feed.part(training=True)))
     assert samples.read == list(range(10, 20)) and batch.run == (10, 20)
 
 

@@ -52,13 +52,13 @@ def tensors() -> int:
 peak = 0
 
 
-def watched(meet):
-    def wrapped(spread: Spread, says: int) -> bool:
+def watched(exchange_votes):
+    def wrapped(spread: Spread, vote: int) -> bool:
         global peak
-        done = meet(spread, says)
+        done = exchange_votes(spread, vote)
         sums = sum(node.nbytes for b in spread.buckets for _, node in b.nodes)
-        if spread._under_way is not None:
-            sums += spread._under_way[2].nbytes
+        if spread._sum_under_way is not None:
+            sums += spread._sum_under_way[2].nbytes
         peak = max(peak, tensors() + sums)
         return done
 
@@ -81,7 +81,7 @@ if __name__ == "__main__":
     )
     # at the first step rank 0 looks at the loss, with gradients of its own
     trainer.fit([(x, x)], verbose=False)
-    Spread._meet = watched(Spread._meet)
+    Spread._exchange_votes = watched(Spread._exchange_votes)
     trainer.fit([(x, x)] * 2, verbose=False)
     trainer.optimizer.zero_grad()
     at_rest = {

@@ -120,7 +120,7 @@ def test_any_layout_to_any_other(tmp_path, case):
         assert np.array_equal(
             whole.arrays["parameters" if stem == "weight" else "optimizer"][key], value
         ), name
-    in_parts = json.loads((path / "manifest.json").read_text())["version"] == 2
+    in_parts = json.loads((path / "manifest.json").read_text())["version"] == 4
     assert in_parts == (
         ranks > 1 and bool(given.get("zero") or given.get("pp", 1) * given.get("tp", 1) > 1)
     )
@@ -233,7 +233,7 @@ def test_values_that_are_not_finite_are_not_saved(tmp_path):
 
 def test_where_not_all_ranks_see_the_directory_rank_0_reads_and_writes(tmp_path, monkeypatch):
     (state, digest), *_ = mock.run(3, saved, tmp_path / "seen", ZERO, 2)
-    is_dir, opened = Path.is_dir, reader.opened
+    is_dir, opened = Path.is_dir, reader.open_snapshot
 
     def blind(path, *given, **more):
         if threading.current_thread() in others:
@@ -252,7 +252,7 @@ def test_where_not_all_ranks_see_the_directory_rank_0_reads_and_writes(tmp_path,
         made.save_checkpoint(tmp_path / "again")
         return found
 
-    monkeypatch.setattr(reader, "opened", blind)
+    monkeypatch.setattr(reader, "open_snapshot", blind)
     monkeypatch.setattr(
         Path, "is_dir", lambda path: threading.current_thread() not in others and is_dir(path)
     )
@@ -317,7 +317,7 @@ def test_parts_fill_their_tensor(runs, said):
         }
 
     def parsed():
-        files = tuple(manifest.file_of(entry(number, run)) for number, run in enumerate(runs))
+        files = tuple(manifest.parse_file(entry(number, run)) for number, run in enumerate(runs))
         return manifest.parse_manifest(manifest.Manifest(1, 0, {}, files).encoded())
 
     if said is None:

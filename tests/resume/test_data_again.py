@@ -66,13 +66,10 @@ def test_a_data_set_that_does_not_repeat_itself(tmp_path, capfd, steps):
     epoch, step = divmod(steps - 1, 8)
     assert str(caught.value) == (
         f"[resume] the last batch before step_{steps:08d} (epoch {epoch + 1}, step {step + 1} of "
-        "it), read again, is "
-        "another: files changed, or the data set does not repeat itself, so training would go on "
-        "with other bits; make "
-        "samples with one seed (torch.manual_seed), or draw random numbers from (seed, epoch, "
-        "sample index), as "
-        "transform= of DataLoader does and docs/determinism.md shows, or use "
-        "--allow-nondeterministic-data "
+        "it), read again, is another: files changed, or the data set does not repeat itself, so "
+        "training would go on with other bits; make samples with one seed (torch.manual_seed), or "
+        "draw random numbers from (seed, epoch, sample index), as transform= of DataLoader does "
+        "and docs/determinism.md shows, or use --allow-nondeterministic-data "
         "(allow_nondeterministic_data=True)"
     )
     assert caught.value.exit_code == 65
@@ -104,9 +101,11 @@ def test_the_batches_of_a_step_count_together(tmp_path):
 
 
 def test_a_checkpoint_that_does_not_know_its_last_batch(tmp_path, monkeypatch):
-    values = Session._values
+    values = Session._collect_values
     monkeypatch.setattr(
-        Session, "_values", lambda s: {k: v for k, v in values(s).items() if k != "last batch"}
+        Session,
+        "_collect_values",
+        lambda s: {k: v for k, v in values(s).items() if k != "last batch"},
     )
     fitted(loader(False), 5, checkpoint_dir=tmp_path)
     assert "last batch" not in manifest(tmp_path)

@@ -94,9 +94,9 @@ def test_layers_and_a_loss_of_other_settings_are_refused(other, said):
     older = {
         k: v for k, v in snapshot.values["configuration"].items() if not k.startswith("settings of")
     }
-    convolutional(**other).load(
-        dataclasses.replace(snapshot, values={**snapshot.values, "configuration": older}), "old"
-    )
+    values = {**snapshot.values, "configuration": older}
+    del values["captured"]
+    convolutional(**other).load(dataclasses.replace(snapshot, values=values), "old")
 
 
 def test_a_checkpoint_of_other_kernels_is_resumed_and_said(capsys):
@@ -105,7 +105,7 @@ def test_a_checkpoint_of_other_kernels_is_resumed_and_said(capsys):
     snapshot = before.state({})
     for made_with, said in ((snapshot.values["kernels"], 0), (1, 1)):
         after = trainer()
-        after.data_configuration = before.data_configuration
+        after.feed.configuration = before.feed.configuration
         after.load(
             dataclasses.replace(snapshot, values={**snapshot.values, "kernels": made_with}),
             "step_5",
@@ -445,7 +445,7 @@ def test_a_failed_save_before_the_last_loses_nothing(tmp_path, monkeypatch, capf
     from odyssey.checkpoints import Store
     from odyssey.errors import OutputError
 
-    write, calls = Store._save, []
+    write, calls = Store._write_checkpoint, []
 
     def fails_once(self, *arguments):
         calls.append(1)
@@ -453,7 +453,7 @@ def test_a_failed_save_before_the_last_loses_nothing(tmp_path, monkeypatch, capf
             raise OutputError("[checkpoint] no space")
         return write(self, *arguments)
 
-    monkeypatch.setattr(Store, "_save", fails_once)
+    monkeypatch.setattr(Store, "_write_checkpoint", fails_once)
     trainer().fit(loader(), epochs=2, checkpoint_dir=tmp_path, checkpoint_every=5)
     assert [p.name for p in tmp_path.glob("step_*")] == ["step_00000010"]
     assert "no space; training goes on" in capfd.readouterr().err
@@ -463,7 +463,7 @@ def test_a_failed_save_of_the_last_step_is_made_again(tmp_path, monkeypatch):
     from odyssey.checkpoints import Store
     from odyssey.errors import OutputError
 
-    write, calls = Store._save, []
+    write, calls = Store._write_checkpoint, []
 
     def fails_once(self, snapshot, *arguments):
         calls.append(snapshot.step)
@@ -471,7 +471,7 @@ def test_a_failed_save_of_the_last_step_is_made_again(tmp_path, monkeypatch):
             raise OutputError("[checkpoint] no space")
         return write(self, snapshot, *arguments)
 
-    monkeypatch.setattr(Store, "_save", fails_once)
+    monkeypatch.setattr(Store, "_write_checkpoint", fails_once)
     trainer().fit(loader(), epochs=1, checkpoint_dir=tmp_path, checkpoint_every=5)
     assert calls == [5, 5]
     assert [p.name for p in tmp_path.glob("step_*")] == ["step_00000005"]

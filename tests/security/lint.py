@@ -42,8 +42,7 @@ NEVER_TRUE = {"shell", "allow_pickle"}  # keywords of any call
 # methods of mpi4py's communicators that pickle what they are given, and unpickle what a peer sends
 OBJECTS = set(
     "send recv bsend ssend isend ibsend issend irecv mrecv imrecv sendrecv bcast gather scatter "
-    "allgather alltoall "
-    "reduce allreduce scan exscan".split()
+    "allgather alltoall reduce allreduce scan exscan".split()
 )
 
 

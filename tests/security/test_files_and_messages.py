@@ -186,3 +186,23 @@ def test_what_a_run_leaves_is_for_its_owner_alone(launch, supervised):
     left = [run.parent, run, *run.rglob("*")]
     assert any(path.name.startswith("step_") for path in left) and (run / "DONE.json").exists()
     assert [str(path) for path in left if stat.S_IMODE(path.lstat().st_mode) & 0o077] == []
+
+
+def test_a_child_that_lives_on_does_not_hold_its_parents_lock(tmp_path):
+    """Workers of a data loader may live longer than the training run that forked them."""
+    lock = LockFile(tmp_path / "lock")
+    assert lock.take()
+    asks, answers = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(answers)
+        os.read(asks, 1)  # until the parent closes its end
+        os._exit(0)
+    lock.release()
+    other = LockFile(tmp_path / "lock")
+    taken = other.take()
+    os.close(answers)
+    os.waitpid(child, 0)
+    other.release()
+    os.close(asks)
+    assert taken

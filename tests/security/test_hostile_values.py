@@ -14,7 +14,7 @@ import sys
 import pytest
 
 from odyssey.errors import ConfigError, OdysseyError
-from odyssey.run.hosts import parse_hostfile, parse_hosts
+from odyssey.launch.hosts import parse_hostfile, parse_hosts
 
 HOSTILE = {
     "substitution": "$(touch x)",

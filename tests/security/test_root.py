@@ -7,7 +7,7 @@ import os
 import pytest
 
 from odyssey.errors import ConfigError
-from odyssey.run import root_user
+from odyssey.launch import root_user
 
 
 @pytest.fixture

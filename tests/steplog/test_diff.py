@@ -115,7 +115,7 @@ def test_superseded_records_do_not_count(make_run, steps):
 
 
 def test_options_of_a_command():
-    assert replay._options(
+    assert replay._parse_options(
         ["py", "train.py", "x", "--lr", "0.1", "--flag", "--name=a b", "--two", "1", "2"]
     ) == {
         "command": "train.py x",

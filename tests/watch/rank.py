@@ -27,5 +27,5 @@ while not select.select([sys.stdin], [], [], 0.02)[0]:
     slot.step(steps, 4)
 code, _, word = sys.stdin.readline().strip().partition(" ")
 if word or not code:
-    slot.ended(int(code or 0), word)
+    slot.note_end(int(code or 0), word)
 os._exit(int(code or 0))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from odyssey.run import diagnosis
-from odyssey.run.diagnosis import Seen
+from odyssey.watch import diagnosis
+from odyssey.watch.diagnosis import Seen
 
 CALL = "all_reduce float32 (8,) sum at train.py:32"
 
@@ -41,36 +41,38 @@ def ranks(*seen: Seen) -> dict[int, Seen]:
 
 
 def test_nobody_hangs_who_is_not_waited_for():
-    assert diagnosis.hang(ranks(busy(0), busy(1)), 2, 3) is None
+    assert diagnosis.find_hang(ranks(busy(0), busy(1)), 2, 3) is None
 
 
 def test_a_rank_that_does_not_come():
-    found = diagnosis.hang(ranks(waiting(0), busy(1), waiting(2)), 3, 3)
+    found = diagnosis.find_hang(ranks(waiting(0), busy(1), waiting(2)), 3, 3)
     assert found.culprits == (1,) and found.waiting == (0, 2) and not found.circle
 
 
 def test_a_rank_that_shows_signs_of_life_does_not_hang():
-    assert diagnosis.hang(ranks(waiting(0), busy(1, idle=2.9)), 2, 3) is None
+    assert diagnosis.find_hang(ranks(waiting(0), busy(1, idle=2.9)), 2, 3) is None
 
 
 def test_a_wait_that_is_short_is_none():
-    assert diagnosis.hang(ranks(waiting(0, 2.9), busy(1)), 2, 3) is None
+    assert diagnosis.find_hang(ranks(waiting(0, 2.9), busy(1)), 2, 3) is None
 
 
 def test_slow_phases_may_take_longer():
     slow = busy(1, idle=500, phase="checkpoint", doing="checkpoint")
-    assert diagnosis.hang(ranks(waiting(0, 500), slow), 2, 60) is None
-    assert diagnosis.hang(ranks(waiting(0, 601), slow._replace(idle=601)), 2, 60).culprits == (1,)
-    assert diagnosis.hang(ranks(waiting(0, 601), slow._replace(idle=601)), 2, 100) is None
+    assert diagnosis.find_hang(ranks(waiting(0, 500), slow), 2, 60) is None
+    assert diagnosis.find_hang(ranks(waiting(0, 601), slow._replace(idle=601)), 2, 60).culprits == (
+        1,
+    )
+    assert diagnosis.find_hang(ranks(waiting(0, 601), slow._replace(idle=601)), 2, 100) is None
 
 
 def test_who_the_rank_itself_misses_counts_more_than_who_is_elsewhere():
-    found = diagnosis.hang(ranks(waiting(0, missing="2"), busy(1), busy(2)), 3, 3)
+    found = diagnosis.find_hang(ranks(waiting(0, missing="2"), busy(1), busy(2)), 3, 3)
     assert found.culprits == (2,)
 
 
 def test_through_others_that_wait_as_well():
-    found = diagnosis.hang(
+    found = diagnosis.find_hang(
         ranks(waiting(0, missing="1"), waiting(1, 8.0, wait_sequence=-1, members="2"), busy(2)),
         3,
         3,
@@ -80,7 +82,7 @@ def test_through_others_that_wait_as_well():
 
 def test_ranks_that_wait_for_each_other():
     one = waiting(0, wait_sequence=-1, members="1")
-    found = diagnosis.hang(ranks(one, waiting(1, 8.0, wait_sequence=-1, members="0")), 2, 3)
+    found = diagnosis.find_hang(ranks(one, waiting(1, 8.0, wait_sequence=-1, members="0")), 2, 3)
     assert found.circle and found.culprits == (0, 1)
     assert "ranks 0-1 wait for each other; 9 s by now" in diagnosis.paragraph(
         found, ranks(one, waiting(1)), {}, "", 3, 77
@@ -88,16 +90,18 @@ def test_ranks_that_wait_for_each_other():
 
 
 def test_a_stopped_rank_inside_the_call_that_all_have_reached():
-    found = diagnosis.hang(ranks(waiting(0), waiting(1, state="T")), 2, 3)
+    found = diagnosis.find_hang(ranks(waiting(0), waiting(1, state="T")), 2, 3)
     assert found.culprits == (1,)
 
 
 def test_a_job_of_which_all_ranks_are_stopped_is_left_alone():
-    assert diagnosis.hang(ranks(waiting(0, state="T"), waiting(1, state="T")), 2, 3) is None
+    assert diagnosis.find_hang(ranks(waiting(0, state="T"), waiting(1, state="T")), 2, 3) is None
 
 
 def test_a_rank_that_has_ended():
-    found = diagnosis.hang(ranks(waiting(0), busy(1, ended=True, code=0, end="returned")), 2, 3)
+    found = diagnosis.find_hang(
+        ranks(waiting(0), busy(1, ended=True, code=0, end="returned")), 2, 3
+    )
     assert (
         "rank 1 (pid 0 on a, before the first step) has ended: returned (exit code 0)"
         in diagnosis.paragraph(
@@ -107,8 +111,10 @@ def test_a_rank_that_has_ended():
 
 
 def test_a_machine_that_is_not_watched_is_not_accused():
-    assert diagnosis.hang(ranks(waiting(0, missing="2"), waiting(1, missing="2")), 3, 3) is None
-    assert diagnosis.hang(ranks(waiting(0), busy(1)), 3, 3).culprits == (1,)
+    assert (
+        diagnosis.find_hang(ranks(waiting(0, missing="2"), waiting(1, missing="2")), 3, 3) is None
+    )
+    assert diagnosis.find_hang(ranks(waiting(0), busy(1)), 3, 3).culprits == (1,)
 
 
 def test_any_slots_are_judged_without_harm():
@@ -130,7 +136,7 @@ def test_any_slots_are_judged_without_harm():
             )
             for rank in range(random.randint(1, 5))
         ]
-        found = diagnosis.hang(ranks(*seen), 5, 3)
+        found = diagnosis.find_hang(ranks(*seen), 5, 3)
         if found:
             assert diagnosis.paragraph(found, ranks(*seen), {}, "f", 3, 77)
 
@@ -171,7 +177,9 @@ def test_a_straggler_is_told_with_where():
 
 def test_what_another_machine_sends_is_checked():
     good = {"rank": 3, "host": "b", "step": 5, "times": [0.5, 1], "ended": True, "idle": 2}
-    assert diagnosis.seen_of(good) == Seen(3, host="b", step=5, times=(0.5, 1), ended=True, idle=2)
+    assert diagnosis.parse_seen(good) == Seen(
+        3, host="b", step=5, times=(0.5, 1), ended=True, idle=2
+    )
     for wrong in (
         {"rank": -1},
         {"rank": True},
@@ -188,29 +196,29 @@ def test_what_another_machine_sends_is_checked():
         [],
         None,
     ):
-        assert diagnosis.seen_of(wrong) is None, wrong
+        assert diagnosis.parse_seen(wrong) is None, wrong
 
 
 def test_before_the_first_step_a_rank_that_computes_may_take_long_unless_told_otherwise():
     preparing = busy(0, idle=61, busy=0.9)
     now = ranks(preparing, waiting(1, 61))
-    assert diagnosis.hang(now, 2, 60, preparing=True) is None
-    assert diagnosis.hang(now, 2, 60).culprits == (0,)
-    assert diagnosis.hang(
+    assert diagnosis.find_hang(now, 2, 60, preparing=True) is None
+    assert diagnosis.find_hang(now, 2, 60).culprits == (0,)
+    assert diagnosis.find_hang(
         ranks(preparing._replace(idle=601), waiting(1, 601)), 2, 60, preparing=True
     ).culprits == (0,)
     for other in ({"state": "T"}, {"state": "S", "busy": 0.01}, {"step": 1}, {"ended": True}):
-        assert diagnosis.hang(
+        assert diagnosis.find_hang(
             ranks(preparing._replace(**other), waiting(1, 61)), 2, 60, preparing=True
         ).culprits == (0,)
     elsewhere = waiting(0, 61, wait_sequence=-1, members="1", busy=0.9)
-    assert diagnosis.hang(ranks(elsewhere, waiting(1, 61)), 2, 60, preparing=True).circle
+    assert diagnosis.find_hang(ranks(elsewhere, waiting(1, 61)), 2, 60, preparing=True).circle
 
 
 def test_the_first_batch_of_a_trainer_may_take_long():
     loading = busy(0, idle=61, state="S", phase="data", doing="data")
-    assert diagnosis.hang(ranks(loading, waiting(1, 61)), 2, 60, preparing=True) is None
-    assert diagnosis.hang(
+    assert diagnosis.find_hang(ranks(loading, waiting(1, 61)), 2, 60, preparing=True) is None
+    assert diagnosis.find_hang(
         ranks(loading._replace(step=1), waiting(1, 61)), 2, 60, preparing=True
     ).culprits == (0,)
 
@@ -220,9 +228,9 @@ def test_a_look_at_many_ranks_asks_once_per_call(monkeypatch):
     not once per rank.
     """
     asked = []
-    blamed = diagnosis.blamed
+    blamed = diagnosis.find_awaited
     monkeypatch.setattr(
-        diagnosis, "blamed", lambda *given: asked.append(given[0].rank) or blamed(*given)
+        diagnosis, "find_awaited", lambda *given: asked.append(given[0].rank) or blamed(*given)
     )
     wait = {
         "doing": "wait",
@@ -234,10 +242,10 @@ def test_a_look_at_many_ranks_asks_once_per_call(monkeypatch):
     }
     ranks = {r: diagnosis.Seen(r, **wait) for r in range(1, 1024)}
     ranks[0] = diagnosis.Seen(0, state="R", doing="checkpoint", phase="checkpoint", idle=90.0)
-    assert diagnosis.hang(ranks, 1024, 60) is None
+    assert diagnosis.find_hang(ranks, 1024, 60) is None
     assert len(asked) == 1
     ranks[0] = ranks[0]._replace(phase="compute", doing="compute")
-    assert diagnosis.hang(ranks, 1024, 60).culprits == (0,)
+    assert diagnosis.find_hang(ranks, 1024, 60).culprits == (0,)
 
 
 def test_the_link_that_most_wait_for_is_slow_if_its_rank_is_not():
@@ -261,5 +269,5 @@ def test_the_link_that_most_wait_for_is_slow_if_its_rank_is_not():
     assert diagnosis.slow_link(late) is None  # rank 3 is a straggler
     gone = [s._replace(state="gone") for s in told]
     assert diagnosis.slow_link([*gone, *quiet]) is None
-    assert diagnosis.seen_of({"rank": 1, "link": [3, 2, 1, 0]}).link == (3, 2, 1, 0)
-    assert diagnosis.seen_of({"rank": 1, "link": "3"}) is None
+    assert diagnosis.parse_seen({"rank": 1, "link": [3, 2, 1, 0]}).link == (3, 2, 1, 0)
+    assert diagnosis.parse_seen({"rank": 1, "link": "3"}) is None

@@ -126,6 +126,73 @@ def test_a_thread_that_fails_after_the_end_ends_nobody():
     )
 
 
+def test_sys_exit_in_a_thread_ends_the_thread_silently():
+    code = "import threading, sys, odyssey; threading.Thread(target=sys.exit, args=(4,)).start()"
+    done, _ = rank(code)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+LEAVING = """
+import atexit, sys
+import odyssey
+from odyssey.base import exits
+atexit.register(lambda: print(exits.leaving()[0], flush=True))
+"""
+HELD = """
+kept = []
+try:
+    sys.exit(4)
+except SystemExit as error:
+    kept.append(error)
+    raise
+"""
+CHANGED = """
+try:
+    sys.exit(4)
+except SystemExit as error:
+    error.code = 9
+    raise
+"""
+CAUGHT = """
+import copy
+try:
+    sys.exit(4)
+except SystemExit as error:
+    assert (error.code, copy.copy(error).code, error.args) == (4, 4, (4,))
+    assert type(error).__name__ == "SystemExit"
+"""
+HANDED_ON = """
+from concurrent.futures import ThreadPoolExecutor
+with ThreadPoolExecutor(1) as pool:
+    pool.submit(sys.exit, 6).result()
+"""
+SIGNAL = """
+import os, signal
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(11))
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code"),
+    [
+        ("pass", 0),
+        ("sys.exit()", 0),
+        ("sys.exit(3)", 3),
+        ("sys.exit(256 + 7)", 7),
+        ("sys.exit('why')", 1),
+        (HELD, 4),
+        (CHANGED, 9),
+        (CAUGHT, 0),
+        (HANDED_ON, 6),
+        (SIGNAL, 11),
+    ],
+)
+def test_exit_handlers_know_the_exit_code(code, exit_code):
+    done, _ = rank(LEAVING + code)
+    assert (done.returncode, done.stdout) == (exit_code, f"{exit_code}\n"), done.stderr
+
+
 def test_a_rank_that_cannot_join_the_others_ends_all_the_same():
     code = "import time; from odyssey.base import exits; exits._end_in(0.2, 70); time.sleep(60)"
     done = subprocess.run([sys.executable, "-c", code], timeout=50)

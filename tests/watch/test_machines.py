@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from odyssey.base.proc import attach
-from odyssey.run import messages, watcher
 from odyssey.view import top as view
+from odyssey.watch import messages, watcher
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(

@@ -10,7 +10,7 @@ import socket
 
 import pytest
 
-from odyssey.run import messages
+from odyssey.watch import messages
 
 SECRET = b"s" * 32
 

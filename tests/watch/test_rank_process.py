@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from odyssey.base import proc, slot
-from odyssey.run import diagnosis, rank_process
+from odyssey.watch import diagnosis, rank_process
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(
@@ -79,9 +79,9 @@ def test_a_rank_is_seen_signalled_and_its_end_noticed(rank):
 
 
 def test_calls_are_signs_of_life(monkeypatch):
-    """Also those of which nothing is counted but their number: `slot.quick`."""
+    """Also those of which nothing is counted but their number: `slot.note_short_call`."""
     watched = rank_process.WatchedRank(0, os.getpid(), -1, os.open(os.devnull, os.O_RDONLY))
-    one = slot.mine()._replace(waiting=0, call=4)
+    one = slot.read_current()._replace(waiting=0, call=4)
     monkeypatch.setattr(slot, "read", lambda descriptor: one)
     assert watched.look(100.0, 0.0).idle == 0 and watched.look(107.0, 0.0).idle == 7
     one = one._replace(call=5)
@@ -97,7 +97,7 @@ def test_who_was_gone_before_anybody_could_look_is_waited_for_in_vain():
     waits = diagnosis.Seen(0, state="S", doing="wait", waited=70.0, wait_sequence=2, members="all")
     seen = watched.look(begun + 70, 0.0)
     assert seen.state == "gone" and seen.idle >= 70
-    found = diagnosis.hang({0: waits, 1: seen}, 2, 60.0)
+    found = diagnosis.find_hang({0: waits, 1: seen}, 2, 60.0)
     assert found is not None and found.culprits == (1,)
 
 
@@ -126,7 +126,7 @@ def test_time_used_since_the_last_sign_of_life():
             idle.stdout.readline()  # the time that a start takes is not asked about
             seen = [rank_process.WatchedRank(0, started.pid, -1, -1) for started in (busy, idle)]
             for watched in seen:
-                watched.last = slot.mine()
+                watched.last = slot.read_current()
             until(lambda: seen[0].look(time.monotonic(), 0.0).busy > 0.1, 60)
             assert seen[1].look(time.monotonic(), 0.0).busy < 0.1
         finally:

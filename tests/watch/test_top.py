@@ -16,8 +16,8 @@ import time
 import pytest
 
 from odyssey.errors import DataError, LaunchError
-from odyssey.run import diagnosis
 from odyssey.view import top as view
+from odyssey.watch import diagnosis
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="the watcher reads /proc"
@@ -115,7 +115,7 @@ def test_as_json(job, launch_once):
     shown(job, lambda now: now["ranks"][0].step > 5)
     done = launch_once.python("-m", "odyssey", "top", job[1], "--once", "--json")
     value = json.loads(done.stdout)
-    assert [diagnosis.seen_of(item).rank for item in value["ranks"]] == [0, 1]
+    assert [diagnosis.parse_seen(item).rank for item in value["ranks"]] == [0, 1]
 
 
 SYSTEM = shutil.which("python3", path="/usr/bin:/bin:/usr/local/bin")  # one that any user can run

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from odyssey.base import proc
-from odyssey.run import messages, watcher, watcher_output
+from odyssey.watch import messages, watcher, watcher_output
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="the watcher reads /proc"

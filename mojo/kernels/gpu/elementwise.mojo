@@ -255,7 +255,7 @@ def _enqueue_update[R: Rule](q: Queue, r: Launch) raises:
     q.enqueue_function[_update[R]](r.ok(), Sent(pieces), grid_dim=(blocks(most, 4 * THREADS), many), block_dim=THREADS)
 
 
-# --- optimizers that are rules (python/odyssey/core/rule.py): op by op, with results written to the arena at the end
+# --- optimizers that are rules (python/odyssey/optim/rule.py): op by op, with results written to the arena at the end
 
 
 def _taken(ok: IntPtr, y: Operand, x: Operand, table: Operand, at_: Int64, n: Int64):

@@ -77,17 +77,17 @@ def layouts(ranks: int) -> Iterator[str]:
                 yield ",".join([*(axes or ["dp=1"]), *[f"zero={zero}"] * (zero > 0)])
 
 
-def shards(found: Rehearsed, ranks: int, per_node: int) -> str:
+def shards(rehearsed: Rehearsed, ranks: int, per_node: int) -> str:
     """A line about the shard size: it is part of a training's bits, so it is chosen for its
     largest world.
     """
-    line = f"a batch of {found.samples} samples is {found.all_shards} shards of {found.shard_size}"
-    idle = ranks - found.all_shards
+    samples = rehearsed.samples
+    shard_count = rehearsed.all_shards
+    line = f"a batch of {samples} samples is {shard_count} shards of {rehearsed.shard_size}"
+    idle = ranks - shard_count
     if idle > 0:
-        return (
-            f"{line}, so of {ranks} replicas {idle} are idle: {busy(ranks, ranks, found.samples)}"
-        )
-    advice = routes.advice(found.samples, found.shard_size, routes.placed(ranks, per_node))
+        return f"{line}, so of {ranks} replicas {idle} are idle: {busy(ranks, ranks, samples)}"
+    advice = routes.advice(samples, rehearsed.shard_size, routes.placed(ranks, per_node))
     return (
         f"{line}, which suits {ranks} replicas"
         if advice is None
@@ -95,7 +95,7 @@ def shards(found: Rehearsed, ranks: int, per_node: int) -> str:
     )
 
 
-def seconds(found: Sequence[Rehearsed], near: Link, far: Link) -> float:
+def seconds(stages: Sequence[Rehearsed], near: Link, far: Link) -> float:
     """Returns the seconds of a step whose stages take so much: the slowest is busy with all its
     micro-batches, the others with one more before and after. Transfers are counted as if
     nothing overlapped them.
@@ -105,8 +105,8 @@ def seconds(found: Sequence[Rehearsed], near: Link, far: Link) -> float:
         calls, *sent = r.traffic
         return r.seconds + near.seconds(max(calls, sent[0]), sent[1]) + far.seconds(*sent[2:])
 
-    shard_seconds = [stage_seconds(r) / max(r.shards, 1) for r in found]
-    return sum(shard_seconds) + max(shard_seconds) * (max(r.shards for r in found) - 1)
+    shard_seconds = [stage_seconds(r) / max(r.shards, 1) for r in stages]
+    return sum(shard_seconds) + max(shard_seconds) * (max(r.shards for r in stages) - 1)
 
 
 @dataclasses.dataclass
@@ -180,7 +180,7 @@ class Planner:
             "limit": self.memory,
         }
         variables = {VARIABLE: json.dumps({**request, "file": str(file), "folder": str(folder)})}
-        problem = verify.ran(self.command, variables, ALONE, timeout=self.timeout)
+        problem = verify.failure_of(self.command, variables, ALONE, timeout=self.timeout)
         if problem is None and not file.exists():
             problem = "it called no fit() of a DistributedTrainer"
         if problem is not None:
@@ -205,7 +205,7 @@ def measured(launcher: str | None) -> tuple[Link, bool]:
     )
     with tempfile.TemporaryDirectory(prefix="odyssey-plan-") as folder:
         file = Path(folder) / "link.json"
-        problem = verify.ran([*words, str(file)], {}, ALONE, timeout=120)
+        problem = verify.failure_of([*words, str(file)], {}, ALONE, timeout=120)
         if problem is None and not file.exists():
             problem = f"{words[0]} started no two ranks"
         if problem is not None:

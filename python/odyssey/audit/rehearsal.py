@@ -73,13 +73,13 @@ class Rehearsal(Callback):
         """The rehearsal that the environment asks for."""
         return cls(**json.loads(os.environ[VARIABLE]))
 
-    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
+    def arguments(self, keywords: dict[str, Any]) -> dict[str, Any]:
         from ..parallel.strategy import MODES
 
         options = verify.parse(self.layout)
-        if given.get("reduction") in MODES:
+        if keywords.get("reduction") in MODES:
             raise ConfigError(
-                f"[plan] reduction={given['reduction']!r}: ranks take no steps together; use "
+                f"[plan] reduction={keywords['reduction']!r}: ranks take no steps together; use "
                 "another one"
             )
         messages: Said = {}
@@ -89,7 +89,8 @@ class Rehearsal(Callback):
                 messages = dict(file)
         self.comm = StandIn(self.rank, verify.ranks(options), self.per_node, messages)
         threads = {
-            "threads": given.get("threads") or max(1, cores() // min(self.per_node, self.comm.size))
+            "threads": keywords.get("threads")
+            or max(1, cores() // min(self.per_node, self.comm.size))
         }
         return {
             **threads,
@@ -118,7 +119,7 @@ class Rehearsal(Callback):
         if self.limit is None or sum(rehearsed.memory.values()) <= self.limit:
             self._time(trainer, batch, rehearsed)
             rehearsed.memory = trainer.memory()
-        np.savez(Path(self.folder) / "said.npz", **self.comm.said)
+        np.savez(Path(self.folder) / "said.npz", **self.comm.broadcasts)
         write_json(Path(self.file), "plan", dataclasses.asdict(rehearsed))
         raise SystemExit(0)
 

@@ -1,13 +1,13 @@
-"""`odyssey replay` and `odyssey diff`: a logged step taken again, alone; the first step in which
-two runs part.
+"""`odyssey replay` and `odyssey diff`: repeat a logged step, and find the first step in which two
+runs differ.
 
 A replay runs the command of RUN/run.json again with one environment variable,
 
-    ODYSSEY_REPLAY    "STEP:DIRECTORY"; DIRECTORY/request.json says the rest (`ReplaySession`)
+    ODYSSEY_REPLAY    "STEP:DIRECTORY"; DIRECTORY/request.json holds the rest (`ReplaySession`)
 
-The trainer then starts from the newest checkpoint before that step, keeps a step log in DIRECTORY
-instead of the run's, writes nothing else, and ends the process after that step. What its records
-say is compared with the run's, by bits.
+The trainer then starts from the newest checkpoint before that step, writes a step log in DIRECTORY
+instead of that of the run, writes nothing else, and ends the process after that step. Its records
+are compared with those of the run, by bits.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ REPLAY = "ODYSSEY_REPLAY"
 REQUEST = "request.json"
 STATE = "state.safetensors"
 
-# Of run.json and of a command: what says where and when a run was, not what it computes.
+# Keys of run.json, and options of a command, that are about the place and time of a run. They don't
+# change its results.
 PLACES = frozenset({"started", "time", "hosts", "host", "pid", "directory", "run_dir", "launcher"})
 OUTPUTS = frozenset(
     {
@@ -59,13 +60,17 @@ OUTPUTS = frozenset(
 
 @dataclasses.dataclass
 class ReplaySession(Callback):
-    """A replay, in a trainer: it goes to the step before, keeps the log, and ends the process
-    after the step.
+    """The callback of a replay in a trainer.
 
-    step: the step that is replayed, counted from 1; training ends after it. folder: where
-    everything goes that is written. checkpoint: the directory of the checkpoint to start from;
-    None: from the beginning. layout: as in `odyssey verify`, e.g. "dp=1"; it goes before the
-    trainer's own arguments. save: its weights and gradients as well.
+    It starts training before the step, writes the log, and ends the process after the step.
+
+    Attributes:
+        step: the step that is replayed, counted from 1.
+        folder: the folder of everything that is written.
+        checkpoint: the directory of the checkpoint to start from. None starts at the beginning.
+        layout: a layout as in `odyssey verify`, such as "dp=1". It replaces the arguments of the
+            trainer.
+        save: also write the weights and gradients of the step.
     """
 
     step: int
@@ -77,10 +82,11 @@ class ReplaySession(Callback):
 
     @classmethod
     def current(cls, environment: Mapping[str, str] = os.environ) -> ReplaySession | None:
-        """The replay that this process is, if it is one.
+        """Returns the replay that this process runs, or None if it runs none.
 
-        Raises ConfigError: the variable is not STEP:DIRECTORY. DataError: the request in the
-        directory cannot be read.
+        Raises:
+            ConfigError: the variable is not STEP:DIRECTORY.
+            DataError: the request in the directory cannot be read.
         """
         value = environment.get(REPLAY)
         if not value:
@@ -90,27 +96,26 @@ class ReplaySession(Callback):
             raise ConfigError(f"[replay] {REPLAY} is {value!r}; it must be STEP:DIRECTORY")
         path = Path(folder) / REQUEST
         request = read_json(path)
-        fields = (
-            [request.get(key, 0) for key in ("checkpoint", "layout", "save")]
-            if isinstance(request, dict)
-            else ()
-        )
-        kinds = (str | None, str, bool)
-        if not fields or not all(map(isinstance, fields, kinds)):
+        fields: list[Any] = []
+        if isinstance(request, dict):
+            # 0, the default, is of none of the types.
+            fields = [request.get(key, 0) for key in ("checkpoint", "layout", "save")]
+        types = (str | None, str, bool)
+        if not fields or not all(map(isinstance, fields, types)):
             raise DataError(
                 f"[replay] {path} has no checkpoint, layout and save as odyssey replay writes them"
             )
         checkpoint, layout, save = fields
         return cls(
-            int(number),
-            Path(folder),
-            None if checkpoint is None else Path(checkpoint),
-            layout,
-            save,
+            step=int(number),
+            folder=Path(folder),
+            checkpoint=None if checkpoint is None else Path(checkpoint),
+            layout=layout,
+            save=save,
         )
 
     def request(self) -> None:
-        """Writes what `current` reads beside the variable."""
+        """Writes the request, which `current` reads in the process of the replay."""
         checkpoint = None if self.checkpoint is None else str(self.checkpoint)
         write_json(
             self.folder / REQUEST,
@@ -121,19 +126,21 @@ class ReplaySession(Callback):
         lambda self: f"{self.step}:{self.folder}", doc="The value of ODYSSEY_REPLAY."
     )
     log = property(
-        lambda self: self.folder / steplog.NAME, doc="Where the records of the steps go."
+        lambda self: self.folder / steplog.NAME, doc="The file of the records of the steps."
     )
     state = property(
-        lambda self: self.folder / STATE, doc="Where weights and gradients of the step go."
+        lambda self: self.folder / STATE, doc="The file of the weights and gradients of the step."
     )
 
-    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Adds what a layout leaves out, as on one process: the run's own may need more ranks."""
-        return (
-            {"zero": 0, "servers": 1, **verify.arguments(verify.parse(self.layout))}
-            if self.layout
-            else {}
-        )
+    def arguments(self, keywords: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of the trainer that the layout replaces.
+
+        `zero` and `servers` become those of one process if the layout doesn't set them, because
+        those of the run may need more ranks.
+        """
+        if not self.layout:
+            return {}
+        return {"zero": 0, "servers": 1, **verify.arguments(verify.parse(self.layout))}
 
     def on_fit_plan(self, context: Context) -> None:
         start = "auto" if self.checkpoint is None else self.checkpoint
@@ -145,7 +152,7 @@ class ReplaySession(Callback):
         self.records = Records(context.trainer, self.log, 0)
 
     def on_step_end(self, context: Context) -> None:
-        """Takes the record; ends after the step that is replayed."""
+        """Records the step. It ends the process after the step that is replayed."""
         if self.records is None:
             return  # a custom training loop
         self.records.on_step_end(context)
@@ -153,23 +160,22 @@ class ReplaySession(Callback):
         if trainer.steps >= self.step:
             self.records.flush()
             self.records.close()
-            tensors = (trainer.state_dict(), trainer.last_gradients()) if self.save else ({}, {})
-            self.end(trainer.comm, *tensors)
+            weights = trainer.state_dict() if self.save else {}
+            gradients = trainer.last_gradients() if self.save else {}
+            self.end(trainer.comm, weights, gradients)
 
     def end(
         self, comm: Communicator, weights: dict[str, np.ndarray], gradients: dict[str, np.ndarray]
     ) -> NoReturn:
-        """Ends this process on all ranks, with exit code 0: nothing after the training in the
-        user's script is done again. weights, gradients: by name, whole, on rank 0; only if
-        `save`.
+        """Ends the process of all ranks with exit code 0. Collective.
+
+        So the rest of the user's script, after the training, is not repeated.
+
+        weights, gradients: whole arrays by name on rank 0, if `save` is set.
         """
         if self.save and comm.rank == 0:
-            tensors_by_kind = {"weights": weights, "gradients": gradients}
-            arrays = {
-                f"{kind}/{name}": a
-                for kind, arrays_by_name in tensors_by_kind.items()
-                for name, a in arrays_by_name.items()
-            }
+            arrays = {f"weights/{name}": array for name, array in weights.items()}
+            arrays |= {f"gradients/{name}": array for name, array in gradients.items()}
             write_whole(self.state, lambda file: write_weights(file, arrays), durable=False)
         comm.barrier()
         raise SystemExit(0)
@@ -182,49 +188,57 @@ joins = ReplaySession.current
 
 
 class Comparison(NamedTuple):
-    """Two logs: how many steps both have, and the first that differs with what differs in it;
-    `first` None if none.
-    """
+    """The comparison of the step logs of two runs."""
 
-    common: int
-    last: int | None  # of the common steps
-    first: tuple[StepRecord, StepRecord] | None = None
-    what: str | None = None
+    common: int  # how many steps both have
+    last: int | None  # the last common step
+    first: tuple[StepRecord, StepRecord] | None = None  # the records of the first that differs
+    what: str | None = None  # the quantity that differs in it, one of steplog.COMPARED
     unknown: tuple[str, ...] = ()  # fingerprints that one of the two lacks in all common steps
 
     @property
     def same(self) -> bool:
-        """Returns whether no common step differs, and there is one."""
+        """Tells whether there are common steps, and none of them differs."""
         return self.first is None and self.common > 0
 
 
 def compare(a: np.ndarray, b: np.ndarray) -> Comparison:
     """Compares two histories (steplog.history) step by step."""
-    steps, i, j = np.intersect1d(a["step"], b["step"], assume_unique=True, return_indices=True)
-    x = a[i]
-    y = b[j]
-    flags = x["flags"] & y["flags"]
-    kinds = (("gradients", steplog.GRADIENTS), ("weights", steplog.WEIGHTS))
-    unknown = tuple(name for name, flag in kinds if len(steps) and not (flags & flag).any())
+    steps, indices_a, indices_b = np.intersect1d(
+        a["step"], b["step"], assume_unique=True, return_indices=True
+    )
+    common_a = a[indices_a]
+    common_b = b[indices_b]
+    common_flags = common_a["flags"] & common_b["flags"]
+    fingerprints = (("gradients", steplog.GRADIENTS), ("weights", steplog.WEIGHTS))
+    unknown = tuple(
+        name for name, flag in fingerprints if len(steps) and not (common_flags & flag).any()
+    )
     last = int(steps[-1]) if len(steps) else None
+    # Whole columns are compared first, because decoding records is slow. Records whose bits differ
+    # may still be equal, for example if only one has a fingerprint.
     fields = [name for name in steplog.LAYOUT.names if name not in ("step", "attempt", "crc")]
-    suspicious = np.any([_bits(x[name]) != _bits(y[name]) for name in fields], axis=0)
-    for index in np.flatnonzero(suspicious):
-        pair = steplog.decoded(x[index : index + 1])[0], steplog.decoded(y[index : index + 1])[0]
-        aspect = difference(*pair)
-        if aspect:
-            return Comparison(len(steps), last, pair, aspect, unknown)
+    bits_differ = np.any(
+        [_view_bits(common_a[name]) != _view_bits(common_b[name]) for name in fields], axis=0
+    )
+    for index in np.flatnonzero(bits_differ):
+        [record_a] = steplog.decoded(common_a[index : index + 1])
+        [record_b] = steplog.decoded(common_b[index : index + 1])
+        quantity = difference(record_a, record_b)
+        if quantity:
+            return Comparison(len(steps), last, (record_a, record_b), quantity, unknown)
     return Comparison(len(steps), last, unknown=unknown)
 
 
-def _bits(column: np.ndarray) -> np.ndarray:
+def _view_bits(column: np.ndarray) -> np.ndarray:
+    """Returns a column as unsigned integers. As floats, NaN would differ from itself."""
     return np.ascontiguousarray(column).view(f"u{column.dtype.itemsize}")
 
 
 def log_of(run: Path) -> np.ndarray:
-    """The history of a run, an array of steplog.LAYOUT.
+    """Returns the history of a run, an array of steplog.LAYOUT.
 
-    Raises DataError: there is none, or it is damaged.
+    Raises DataError if the run has no step log, or it is damaged or empty.
     """
     path = Run(run).steps / steplog.NAME
     if not path.exists():
@@ -237,11 +251,13 @@ def log_of(run: Path) -> np.ndarray:
 
 
 def settings_of(run: Path) -> dict[str, str]:
-    """Returns what run.json says that the run was, by name, without places and times, to compare
-    it with another's.
+    """Returns the settings of a run by name, from run.json, to compare them with another run's.
+
+    They are the options of its command and the other values, without places and times. Raises
+    DataError if run.json cannot be read.
     """
-    description = _description(run)
-    out: dict[str, str] = {}
+    description = _read_description(run)
+    settings: dict[str, str] = {}
 
     def flatten(name: str, value: Any) -> None:
         if isinstance(value, dict):
@@ -249,43 +265,51 @@ def settings_of(run: Path) -> dict[str, str]:
                 if key not in PLACES:
                     flatten(f"{name}.{key}" if name else str(key), inner)
         else:
-            out[name] = value if isinstance(value, str) else repr(value)
+            settings[name] = value if isinstance(value, str) else repr(value)
 
     flatten(
         "", {key: value for key, value in description.items() if key not in ("command", *PLACES)}
     )
     words = description.get("command")
     if isinstance(words, list):
-        out.update(_options([str(word) for word in words]))
-    return out
+        settings.update(_parse_options([str(word) for word in words]))
+    return settings
 
 
-def _options(words: Sequence[str]) -> dict[str, str]:
-    """The options of a command line with their values; the words before them under the name
-    "command".
+def _parse_options(words: Sequence[str]) -> dict[str, str]:
+    """Returns the options of a command line with their values, without those of outputs.
+
+    The words before the first option have the name "command". An option without a value, such as a
+    flag, has the value "given".
     """
-    out: dict[str, str] = {}
+    options: dict[str, str] = {}
     starts = [i for i, word in enumerate(words) if word.startswith("--")]
-    first = starts[0] if starts else len(words)
-    out["command"] = shlex.join(words[1:first])  # without the interpreter's path
-    for i, start in enumerate(starts):
-        end = starts[i + 1] if i + 1 < len(starts) else len(words)
+    ends = [*starts[1:], len(words)]
+    first_start = starts[0] if starts else len(words)
+    options["command"] = shlex.join(words[1:first_start])  # without the interpreter's path
+    for start, end in zip(starts, ends, strict=False):
         name, equals, value = words[start].partition("=")
         if name not in OUTPUTS:
-            out[name] = value if equals else shlex.join(words[start + 1 : end]) or "given"
-    return out
+            options[name] = value if equals else shlex.join(words[start + 1 : end]) or "given"
+    return options
 
 
 def settings_that_differ(a: Path, b: Path) -> dict[str, tuple[str | None, str | None]]:
-    """By name what two runs were told differently; None: not told."""
-    x = settings_of(a)
-    y = settings_of(b)
-    return {
-        name: (x.get(name), y.get(name)) for name in sorted({*x, *y}) if x.get(name) != y.get(name)
+    """Returns the settings of two runs that differ: (value in a, value in b) by name.
+
+    The value is None in a run that doesn't have the setting.
+    """
+    settings_a = settings_of(a)
+    settings_b = settings_of(b)
+    pairs = {
+        name: (settings_a.get(name), settings_b.get(name))
+        for name in sorted({*settings_a, *settings_b})
     }
+    return {name: (x, y) for name, (x, y) in pairs.items() if x != y}
 
 
-def _description(run: Path) -> dict[str, Any]:
+def _read_description(run: Path) -> dict[str, Any]:
+    """Returns the content of run.json. Raises DataError if it cannot be read."""
     path = Run(run).description
     description = read_json(path)
     if not isinstance(description, dict):
@@ -297,11 +321,9 @@ def _description(run: Path) -> dict[str, Any]:
 
 
 class ReplayResult(NamedTuple):
-    """Outcome of a replay: the run's record of the step and the new one, and how the steps
-    before it compare.
-    """
+    """The result of a replay: both records of the step, and the comparison of all steps."""
 
-    logged: StepRecord
+    logged: StepRecord  # the record in the log of the run
     replayed: StepRecord
     checkpoint: str | None  # name of the checkpoint that it started from
     ranks: int
@@ -309,22 +331,26 @@ class ReplayResult(NamedTuple):
 
     @property
     def differing(self) -> tuple[str, ...]:
-        """In what the two records of the step differ; a fingerprint that one of them lacks is
-        not compared.
+        """The quantities in which the two records of the step differ.
+
+        A fingerprint that one of them lacks is not compared.
         """
         return steplog.differences(self.logged, self.replayed)
 
     @property
     def same(self) -> bool:
-        """Returns whether all bits that both know are the same, in all steps."""
+        """Tells whether all bits that both have are the same, in all steps."""
         return self.comparison.same
 
 
 def checkpoint_before(
     run: Path, step: int, tell: Callable[[str], None] = lambda line: None
 ) -> Path | None:
-    """The newest valid checkpoint of a run from before a step; None: there is none, start from
-    the beginning.
+    """Returns the newest valid checkpoint of a run before a step.
+
+    If the run has none, it is the checkpoint that the run itself started from, or None.
+
+    tell: receives a line for each damaged checkpoint that is skipped.
     """
     if not Run(run).checkpoints.is_dir():
         return None
@@ -343,16 +369,17 @@ def checkpoint_before(
             return store.folder / name
         newest, _ = store.newest()
         origin = None if newest is None else newest.values.get("origin")
-    return Path(origin) if isinstance(origin, str) else None  # where the run itself began
+    return Path(origin) if isinstance(origin, str) else None
 
 
 def command_of(run: Path) -> tuple[list[str], Path]:
-    """Returns what run.json says that the run is, as words, and the directory in which it ran.
+    """Returns the command of a run as words, and the directory in which it ran, from run.json.
 
-    Raises DataError: it does not say it. ConfigError: other users could have written it: it is not
-    run.
+    Raises:
+        DataError: run.json has no command.
+        ConfigError: other users can write run.json, so its command is not run.
     """
-    description = _description(run)
+    description = _read_description(run)
     path = Run(run).description
     words = description.get("command")
     folder = description.get("directory", os.getcwd())
@@ -365,8 +392,9 @@ def command_of(run: Path) -> tuple[list[str], Path]:
         raise DataError(f"[replay] {path} has no command; {advice}")
     if not isinstance(folder, str):
         raise DataError(f"[replay] {path}: its directory is {folder!r:.80}")
-    about = os.stat(path)
-    if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o022:
+    status = os.stat(path)
+    others_can_write = stat.S_IMODE(status.st_mode) & (stat.S_IWGRP | stat.S_IWOTH)
+    if status.st_uid != os.geteuid() or others_can_write:
         raise ConfigError(
             f"[replay] {path} can be written by other users, and its command would be run as you; "
             "look at it, make it yours (chown, chmod go-w), then replay"
@@ -387,18 +415,20 @@ def replay(
     launcher: str | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> ReplayResult:
-    """Takes a logged step of a run again and compares it with the log.
+    """Repeats a logged step of a run and compares it with the log.
 
     Args:
-        run: its directory; nothing is written in it.
-        step: counted from 1.
-        layout: on which layout (docs/verify.md); "dp=1" is one process.
+        run: the directory of the run. Nothing is written in it.
+        step: the step, counted from 1.
+        layout: the layout of the replay (docs/verify.md). "dp=1" is one process.
         save: a safetensors file for the weights after the step and its gradients.
-        launcher: words that start several ranks, "{ranks}" standing for their number.
-        tell: is given lines for the user while it goes on.
+        launcher: words that start several ranks. "{ranks}" is replaced by their number.
+        tell: receives lines for the user during the replay.
 
-    Raises DataError: the run has no such step, or no log or command. ConfigError: the layout, or
-    the command failed. OutputError: `save` cannot be written.
+    Raises:
+        DataError: the run has no such step, or no log or command.
+        ConfigError: the layout is not supported, or the command failed.
+        OutputError: `save` cannot be written.
     """
     history = log_of(run)
     logged = history[history["step"] == step]
@@ -424,10 +454,14 @@ def replay(
     tell(f"steps {first + 1} to {step} are taken again {ranks_and_start}: {shlex.join(words)}")
     with tempfile.TemporaryDirectory(prefix="odyssey-replay-") as work:
         session = ReplaySession(
-            step, Path(work), start and start.absolute(), layout, save is not None
+            step=step,
+            folder=Path(work),
+            checkpoint=start and start.absolute(),
+            layout=layout,
+            save=save is not None,
         )
         session.request()
-        _run(words, folder, session, ranks, launcher)
+        _run_command(words, folder, session, ranks, launcher)
         try:
             new_history = steplog.history(steplog.load(session.log))
         except DataError as problem:
@@ -447,23 +481,27 @@ def replay(
                 raise OutputError(
                     f"[replay] {save} cannot be written: {problem.strerror}"
                 ) from problem
+    replayed_steps = (history["step"] > first) & (history["step"] <= step)
     return ReplayResult(
-        steplog.decoded(logged)[0],
-        steplog.decoded(replayed)[0],
-        start.name if start else None,
-        ranks,
-        compare(history[(history["step"] > first) & (history["step"] <= step)], new_history),
+        logged=steplog.decoded(logged)[0],
+        replayed=steplog.decoded(replayed)[0],
+        checkpoint=start.name if start else None,
+        ranks=ranks,
+        comparison=compare(history[replayed_steps], new_history),
     )
 
 
-def _run(
+def _run_command(
     words: list[str], folder: Path, session: ReplaySession, ranks: int, launcher: str | None
 ) -> None:
-    """Runs the command as a replay. ConfigError with the last line it printed if it fails."""
-    words = verify.started(
-        words, ranks, verify.launcher_words(launcher, "replay") if ranks > 1 else ()
-    )
+    """Runs the command of a run as a replay, in the folder of the run.
+
+    Raises ConfigError with the last line that it printed if it fails.
+    """
+    launcher_words = verify.launcher_words(launcher, "replay") if ranks > 1 else ()
+    words = verify.started(words, ranks, launcher_words)
+    # Variables of a run would make the replay write into its directory.
     dropped_variables = (RUN_DIR, ATTEMPT, EXPECTED_RANKS, verify.TRACE, verify.LAYOUT)
-    problem = verify.ran(words, {REPLAY: session.variable}, dropped_variables, cwd=folder)
+    problem = verify.failure_of(words, {REPLAY: session.variable}, dropped_variables, cwd=folder)
     if problem:
         raise ConfigError(f"[replay] the command failed: {problem}")

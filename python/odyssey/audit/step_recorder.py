@@ -96,9 +96,8 @@ class Records(Callback):
             kind = differs(previous, record) or "?"
             self._trainer.say(
                 f"[steps] step {record.step} came out otherwise than in attempt "
-                f"{previous.attempt}: {kind} "
-                f"{shown(previous, kind)} then, {shown(record, kind)} now; training should be the "
-                "same to the last bit"
+                f"{previous.attempt}: {kind} {shown(previous, kind)} then, {shown(record, kind)} "
+                "now; training should be the same to the last bit"
             )
 
     def close(self) -> None:

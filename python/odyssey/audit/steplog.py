@@ -111,14 +111,14 @@ def difference(a: StepRecord, b: StepRecord) -> str | None:
     return next(iter(differences(a, b)), None)
 
 
-def shown(record: StepRecord, what: str) -> str:
+def shown(record: StepRecord, quantity: str) -> str:
     """One thing that `difference` names, as text that tells all bits; epochs and batches from 1,
     as people count.
     """
-    if what == "cursor":
+    if quantity == "cursor":
         return f"epoch {record.epoch + 1} batch {record.batch + 1} with {record.samples} samples"
-    value = getattr(record, what)
-    if what in ("gradients", "weights"):
+    value = getattr(record, quantity)
+    if quantity in ("gradients", "weights"):
         return UNKNOWN if value is None else f"{value:016x}"
     return repr(value)
 

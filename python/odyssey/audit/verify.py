@@ -120,7 +120,7 @@ class StepWriter(Callback):
     options: dict[str, Any]
     # which one, in the order of their first steps: a script may make several
     trainer: int | None = None
-    done: int = 0
+    steps_done: int = 0
 
     @classmethod
     def current(cls) -> StepWriter | None:
@@ -133,15 +133,15 @@ class StepWriter(Callback):
             raise ConfigError(f"[verify] {TRACE} is {value!r}; it must be DIRECTORY:STEPS")
         return cls(Path(folder), int(steps), parse(os.environ.get(LAYOUT, "")))
 
-    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
+    def arguments(self, keywords: dict[str, Any]) -> dict[str, Any]:
         from ..parallel.strategy import MODES
 
-        accumulation = given.get("accumulation_steps", 1)
+        accumulation = keywords.get("accumulation_steps", 1)
         if accumulation != 1 and "accumulation_steps" in self.options:
             problem = f"the training accumulates {accumulation} batches itself"
             raise ConfigError(f"[verify] {problem}; leave accumulation out of the layout")
         out = arguments(self.options)
-        reduction = {**given, **out}.get("reduction")
+        reduction = {**keywords, **out}.get("reduction")
         if reduction in MODES:
             problem = f"reduction={reduction!r} gives other bits than one process"
             raise ConfigError(f"[verify] {problem}; verify a synchronous one")
@@ -159,8 +159,8 @@ class StepWriter(Callback):
     def on_step_end(self, context: Context) -> None:
         if self.trainer is None:
             self.trainer = next(_numbers)
-        self.done += 1
-        if self.done > self.steps:
+        self.steps_done += 1
+        if self.steps_done > self.steps:
             return
         import numpy as np
 
@@ -172,11 +172,11 @@ class StepWriter(Callback):
             **{name: np.array(value, np.float64) for name, value in sums.items()},
         }
         if trainer.comm.rank == 0:
-            file = step_file(self.folder, self.trainer, self.done)
+            file = step_file(self.folder, self.trainer, self.steps_done)
             write_whole(file, lambda target: np.savez(target, **arrays), durable=False)
 
     def on_fit_end(self, context: Context) -> None:
-        if self.done == 0 and context.error is None and context.trainer.comm.rank == 0:
+        if self.steps_done == 0 and context.error is None and context.trainer.comm.rank == 0:
             (self.folder / COMPLETE).touch()
 
 
@@ -240,7 +240,7 @@ class Result:
         return {**dataclasses.asdict(self), "same": self.same}
 
 
-def compare(expected: Path, found: Path, steps: int) -> tuple[Difference | None, int, int]:
+def compare(expected: Path, actual: Path, steps: int) -> tuple[Difference | None, int, int]:
     """The first difference between two traces, and how many steps and values were compared.
 
     Raises ConfigError: a trace has no steps, or they have other tensors.
@@ -249,7 +249,7 @@ def compare(expected: Path, found: Path, steps: int) -> tuple[Difference | None,
 
     values = step_count = 0
     for trainer, step in ((t, s) for t in itertools.count() for s in range(1, steps + 1)):
-        files = [step_file(folder, trainer, step) for folder in (expected, found)]
+        files = [step_file(folder, trainer, step) for folder in (expected, actual)]
         if not any(f.exists() for f in files):
             if step == 1:
                 break  # there are no more trainers
@@ -258,8 +258,7 @@ def compare(expected: Path, found: Path, steps: int) -> tuple[Difference | None,
             if not f.exists():
                 raise ConfigError(
                     f"[verify] {run_name} ended before step {step}{_of(trainer)}; the other went "
-                    "on: a script must train "
-                    "alike on any number of ranks"
+                    "on: a script must train alike on any number of ranks"
                 )
         with np.load(files[0], allow_pickle=False) as a, np.load(files[1], allow_pickle=False) as b:
             if a.files != b.files:
@@ -366,12 +365,14 @@ class Verifier:
         """Runs the command on n ranks; the last line it printed if it failed."""
         folder.mkdir()
         words = started(self.command, n, self.launcher)
-        return ran(words, {TRACE: f"{folder}:{self.steps}", LAYOUT: layout}, timeout=self.timeout)
+        return failure_of(
+            words, {TRACE: f"{folder}:{self.steps}", LAYOUT: layout}, timeout=self.timeout
+        )
 
 
-def launcher_words(launcher: str | None, who: str) -> list[str]:
+def launcher_words(launcher: str | None, room: str) -> list[str]:
     """The words that start several ranks, "{ranks}" standing for their number; default: the
-    mpirun of this environment, else of the path. Raises ConfigError, in the name of `who`,
+    mpirun of this environment, else of the path. Raises ConfigError, in the name of `room`,
     where "{ranks}" is missing.
     """
     beside = Path(sys.executable).parent / "mpirun"
@@ -382,7 +383,7 @@ def launcher_words(launcher: str | None, who: str) -> list[str]:
     )
     if not any("{ranks}" in word for word in words):
         raise ConfigError(
-            f"[{who}] launcher {launcher!r} has no {{ranks}}; write e.g. 'mpirun -n {{ranks}}'"
+            f"[{room}] launcher {launcher!r} has no {{ranks}}; write e.g. 'mpirun -n {{ranks}}'"
         )
     return words
 
@@ -395,8 +396,8 @@ def started(words: Sequence[str], ranks: int, launcher: Sequence[str]) -> list[s
     ]
 
 
-def ran(
-    words: Sequence[str], variables: Mapping[str, str], without: Sequence[str] = (), **how: Any
+def failure_of(
+    words: Sequence[str], variables: Mapping[str, str], without: Sequence[str] = (), **options: Any
 ) -> str | None:
     """Runs a command with more environment variables and `without` some; the line that says why
     it failed, or None.
@@ -407,12 +408,12 @@ def ran(
     }
     try:
         process = subprocess.run(
-            words, capture_output=True, text=True, errors="replace", env=environment, **how
+            words, capture_output=True, text=True, errors="replace", env=environment, **options
         )
     except subprocess.TimeoutExpired as late:
         return f"not over after {late.timeout:g} s"
     except OSError as problem:
-        place = f" in {how['cwd']}" if "cwd" in how else ""
+        place = f" in {options['cwd']}" if "cwd" in options else ""
         return (
             f"{words[0]} cannot be started{place}: {problem.strerror}; `odyssey doctor` says "
             "what is missing"

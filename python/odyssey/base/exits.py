@@ -21,9 +21,8 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from ..errors import LINE, CollectiveError, OdysseyError, printable
@@ -46,13 +45,17 @@ _job = ""  # the same on all ranks of a job, and on no other's, once comm.world(
 _installed = 0  # pid
 _spoken: list[bool] = []  # this rank has said why all ranks end
 _leaving = 0, ""  # exit code, and why, of a sys.exit that ends the interpreter
-_said: weakref.ref[SystemExit] | None = None  # the latest
 _held: list[socket.socket] = []  # the name by which one rank of this machine speaks for all
 _with_c: list[Any] = []  # handlers that C has the addresses of
 
 
 def install() -> None:
-    """Takes over the ends of this process, if it is one of several ranks; once."""
+    """Takes over the ends of this process, if it is one of several ranks; once.
+
+    It replaces `sys.excepthook`, `threading.excepthook` and `sys.exit`. A hook that was there
+    before still prints. They are never put back, because a rank may fail until its last exit
+    handler. A child process that inherits them is no rank, and there they do what Python's do.
+    """
     global _installed
     job = launcher.launched() or launcher.rendezvous()
     if job is None or (job.size == 1 and runs.Run.current() is None) or _installed == os.getpid():
@@ -117,6 +120,8 @@ def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackT
 
 def _uncaught_in_thread(arguments: Any) -> None:
     error = arguments.exc_value
+    if isinstance(error, SystemExit) and "thread" not in _previous_hooks:
+        return  # it ends the thread alone; Python's hook would print a subclass of SystemExit
     if os.getpid() != _installed or error is None or isinstance(error, SystemExit):
         _previous_hooks.get("thread", threading.__excepthook__)(arguments)
         return
@@ -149,7 +154,7 @@ def described(error: BaseException) -> tuple[int, str, str]:
             "",
         )
     text = printable("".join(traceback.format_exception(type(error), error, trace)), keep="\n\t")
-    status = slot.mine()
+    status = slot.read_current()
     step_note = f" (step {status.step}, {status.phase})" if status.step else ""
     return (
         DEFECT,
@@ -166,39 +171,46 @@ def may_follow(error: BaseException) -> bool:
 
 
 class _Exit(SystemExit):
-    """SystemExit that tells when it is gone; `sys.exit` raises it here."""
+    """The SystemExit of a rank's `sys.exit`, which notices that the interpreter ends with it.
+
+    Exit handlers must know the exit code: a rank that fails ends the others, and one that is done
+    waits for them. Python has no hook for that: a SystemExit reaches no excepthook, and exit
+    handlers receive nothing. A `sys.exit` may be caught, so the call alone is no proof. But the
+    interpreter reads the `code` of the exception that it ends with, before the exit handlers and
+    when no function runs any more. Everybody else who reads `code` is a function that runs.
+    """
+
+    line = ""
+
+    def called_from(self, caller: FrameType) -> _Exit:
+        """Notes where `sys.exit` was called, for `leaving`."""
+        file = "/".join(caller.f_code.co_filename.split(os.sep)[-2:])
+        self.line = f"sys.exit({super().code!r:.60}) at {file}:{caller.f_lineno}"
+        return self
+
+    @property
+    def code(self) -> Any:
+        """The exit code, or a text or None, as it was passed to `sys.exit`."""
+        status = super().code
+        if sys._getframe().f_back is None:
+            failure = status & 0xFF if isinstance(status, int) else 1
+            _leave(0 if status is None else failure, self.line)
+        return status
+
+    @code.setter
+    def code(self, status: Any) -> None:
+        SystemExit.code.__set__(self, status)
 
 
 _Exit.__name__ = _Exit.__qualname__ = "SystemExit"
 
 
 def _exit(status: Any = None) -> NoReturn:
-    """`sys.exit`, remembering what was said and where, for `leaving`."""
-    global _said
-    error = _Exit(status)
-    code = 0 if status is None else status & 0xFF if isinstance(status, int) else 1
-    if os.getpid() == _installed:  # in any thread: a loader's may hand it on to the main one
-        caller = sys._getframe(1)
-        file = "/".join(caller.f_code.co_filename.split(os.sep)[-2:])
-        line = f"sys.exit({status!r:.60}) at {file}:{caller.f_lineno}"
-        _said = weakref.ref(error, functools.partial(_leave_unless_caught, code, line))
-        del caller
-    try:
-        raise error
-    finally:
-        del error  # or it would hold itself, by this frame
-
-
-def _leave_unless_caught(code: int, line: str, _: Any) -> None:
-    """A SystemExit is gone.
-
-    If it was caught, there is a program that goes on; if not, there is none any more.
+    """Replaces `sys.exit` in a rank. Any thread may call it: the thread of a loader passes the
+    exception on to the main thread.
     """
-    if threading.current_thread() is threading.main_thread():
-        try:
-            sys._getframe(1)
-        except ValueError:
-            _leave(code, line)
+    # No variable holds the exception: its traceback holds this frame, and they would be a cycle.
+    raise _Exit(status).called_from(sys._getframe(1))
 
 
 def leaving() -> tuple[int, str]:
@@ -267,7 +279,7 @@ def _leave_before_mpi() -> None:
     they start MPI.
     """
     code, line = leaving()
-    if os.getpid() == _installed and code and _world() is None and not slot.mine().ended:
+    if os.getpid() == _installed and code and _world() is None and not slot.read_current().ended:
         time.sleep(0.2)  # the others may come to the same end, and rank 0 tells it
         if not _spoken and _first():
             _say(f"{line}, before the ranks met; all are ended", "", launcher.rank())
@@ -309,7 +321,7 @@ def end(
     has_peers = world.size > 1 if world is not None else launched is not None
     if not has_peers:
         _say(line, text, None)
-        slot.ended(code, line or "")
+        slot.note_end(code, line or "")
         return code
     if on_all_ranks and code != INTERRUPTED:
         if not rank:
@@ -406,9 +418,9 @@ def _world() -> Any:
 
 def record(code: int, reason: str, *, following: bool = False) -> None:
     """Leaves how this rank ended in its slot and, in a run, in RUN/ends/RANK.reason.json."""
-    status = slot.mine()
+    status = slot.read_current()
     first = not status.ended
-    slot.ended(code, reason)
+    slot.note_end(code, reason)
     run = runs.Run.current()
     if run is None or not first:
         return
@@ -515,10 +527,10 @@ def listen() -> None:
     """
     stacks = -1
     with contextlib.suppress(AttributeError, OSError, ValueError, RuntimeError):
-        stacks = slot.nameless("odyssey-stacks")
+        stacks = slot.open_nameless_file("odyssey-stacks")
         faulthandler.register(slot.STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
     receive, give = os.pipe()
-    slot.arm(stacks, give)
+    slot.note_descriptors(stacks, give)
     threading.Thread(
         target=_take_orders, args=(receive,), name="odyssey orders", daemon=True
     ).start()

@@ -15,6 +15,7 @@ import math
 import os
 import stat
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -104,8 +105,9 @@ class LockFile:
     """A file that one process holds, and in which the holder says who it is (a JSON object).
 
     The lock is flock's: it ends with the process, however that ends. The file is never removed: who
-    unlinked it could unlink another one's. In a child (fork), `release` gives nothing back of its
-    parent's.
+    unlinked it could unlink another one's. A child (fork) closes the files of its parent, because
+    a lock lasts as long as any process has its file open: workers of a data loader may live longer
+    than the training run. In a child `release` does nothing.
     """
 
     def __init__(self, path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> None:
@@ -113,6 +115,7 @@ class LockFile:
         self.path = path
         self._pid = os.getpid()
         self.descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        _open_lock_files.add(self)
 
     def take(self, kind: int = fcntl.LOCK_EX) -> bool | None:
         """Takes the lock if it is free, and says whether it was; None: the file system has no
@@ -151,10 +154,41 @@ class LockFile:
 
     def release(self, empty: bool = True) -> None:
         """Gives the lock back, and empties the file unless it says now who else holds it."""
-        if empty and self._pid == os.getpid():
+        if self._pid != os.getpid():
+            return  # it was closed when this process was forked
+        _open_lock_files.discard(self)
+        if empty:
             with contextlib.suppress(OSError):
                 os.ftruncate(self.descriptor, 0)
+        with contextlib.suppress(OSError):
+            # for a child that was just forked, and has not closed the file yet
+            fcntl.flock(self.descriptor, fcntl.LOCK_UN)
         os.close(self.descriptor)
+
+
+_open_lock_files: weakref.WeakSet[LockFile] = weakref.WeakSet()
+
+
+def _close_after_fork() -> None:
+    """Closes the lock files of the parent process in a child that was just forked."""
+    for file in list(_open_lock_files):
+        with contextlib.suppress(OSError):
+            os.close(file.descriptor)
+    _open_lock_files.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_after_fork)
+
+
+def nearest(path: str | os.PathLike[str]) -> Path:
+    """Returns the path, or the nearest directory above it that exists. A link counts as existing
+    even if its target is missing.
+    """
+    place = Path(os.path.abspath(path))
+    while not os.path.lexists(place) and place != place.parent:
+        place = place.parent
+    return place
 
 
 def private_directory(path: Path) -> Path:

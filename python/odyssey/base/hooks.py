@@ -52,7 +52,7 @@ def machine() -> int:
     return zlib.crc32(name.encode())
 
 
-def gone(process: int) -> bool:
+def has_ended(process: int) -> bool:
     """Returns whether no process of this machine has this number, for certain."""
     with contextlib.suppress(PermissionError, OverflowError):
         try:

@@ -168,6 +168,5 @@ def check_library(job: Launched | None, text: str) -> None:
         )
         raise ConfigError(
             f"[comm] {starter} started {job.size} processes, but the MPI library of mpi4py is "
-            f"{library}, which it cannot "
-            f"start; use {replacement}"
+            f"{library}, which it cannot start; use {replacement}"
         ).on_all_ranks()

@@ -24,14 +24,16 @@ SHARED_FILE = 2 * MIB  # the largest file in shared memory has so much for each 
 # what MPICH needs in /dev/shm; measured, docs/doctor.md
 SHARED_BASE = 12 * MIB
 SHARED_RANK = 21 * MIB // 4
+# what a rank of backend shm needs there in addition: two slots and two results (comm/shm.py)
+WINDOW_RANK = 4 * MIB
 
 
 def seconds(
-    who: str, name: str, default: float, least: float | None = None, most: float = math.inf
+    room: str, name: str, default: float, least: float | None = None, most: float = math.inf
 ) -> float:
     """A number of seconds out of the environment, from `least` (None: above 0) to `most`.
 
-    Raises ConfigError, in the name of `who`: it is none.
+    Raises ConfigError, in the name of `room`: it is none.
     """
     text = os.environ.get(name, "")
     if not text:
@@ -45,7 +47,7 @@ def seconds(
         "above 0" if least is None else f"from {least:g}" + f" to {most:g}" * math.isfinite(most)
     )
     raise ConfigError(
-        f"[{who}] {name}={printable(text, limit=40)}; it must be a number of seconds {allowed}"
+        f"[{room}] {name}={printable(text, limit=40)}; it must be a number of seconds {allowed}"
     )
 
 
@@ -83,8 +85,7 @@ def check_addresses(ranks: int = 1) -> None:
         raise ConfigError(
             f"[preflight] address space is limited to {space / MIB:.0f} MiB (ulimit -v), but a "
             f"{'rank' if ranks > 1 else 'process'} needs {need / MIB:.0f} MiB and would crash; "
-            "raise it "
-            "(ulimit -v unlimited), or limit memory by a cgroup instead"
+            "raise it (ulimit -v unlimited), or limit memory by a cgroup instead"
         )
 
 
@@ -99,9 +100,8 @@ def before_mpi(job: Launched | None) -> None:
         check_addresses(job.size)
         if limit("NOFILE") < FILES:
             raise ConfigError(
-                f"[preflight] a process may have {limit('NOFILE'):.0f} files open (ulimit -n), "
-                "but a rank needs "
-                f"{FILES}; raise it (ulimit -n 1024)"
+                f"[preflight] a process may have {limit('NOFILE'):.0f} files open (ulimit -n), but "
+                f"a rank needs {FILES}; raise it (ulimit -n 1024)"
             )
         if job.launcher == "PMI" and job.local_size > 1:
             # Where the launcher does not say how many ranks are on this machine (srun), there may
@@ -138,9 +138,8 @@ def _check_shared(ranks: int) -> None:
     if limit("FSIZE") < SHARED_FILE * (ranks + 2):
         raise ConfigError(
             f"[preflight] files are limited to {limit('FSIZE') / MIB:.1f} MiB (ulimit -f), but "
-            f"{ranks} ranks share one "
-            f"of {SHARED_FILE * (ranks + 2) / MIB:.0f} MiB in /dev/shm; raise it (ulimit -f "
-            "unlimited)"
+            f"{ranks} ranks share one of {SHARED_FILE * (ranks + 2) / MIB:.0f} MiB in /dev/shm; "
+            "raise it (ulimit -f unlimited)"
         )
     if room is not None:
         import tempfile

@@ -1,18 +1,24 @@
-"""The status slot of this process: where it is and what it waits for, in 1024 bytes that another
-process can read.
+"""The status slot of this process: what it does now and what it waits for, in 1024 bytes that
+another process can read.
 
-Written by `odyssey.comm` (calls, waits) and by the trainer (phases, steps); read by the watcher of
-the node (run/watcher.py) out of /proc/PID/fd/N. `publish` puts it into a file without a name (a
-memfd, as a rule), of which nothing is left behind; before that, and where there is none, it is
-plain memory, so that writing never asks.
+`odyssey.comm` writes calls and waits into it, the trainer writes phases and steps. The watcher of
+the node (watch/watcher.py) reads it through /proc/PID/fd/N. `publish` moves the slot into a file
+without a name (usually a memfd), so nothing stays on a disk. Before that, and on systems without
+such files, the slot is plain memory. So a writer never has to check whether there is a reader.
 
-Numbers are aligned 8-byte stores. A version, odd while something is written, says to a reader
-whether what it has copied is of one moment; who stops or ends in the middle of writing leaves an
-odd version, and `read` says so.
+How a write and a read fit together. Each number is one aligned 8-byte store, which a reader sees
+whole. A record of several numbers and texts needs a version, as in a seqlock:
 
-What it is not: a log (only the present is here), or safe for several writers: phases, steps and
-waits are those of the thread that trains. The standard library only: the watcher runs without this
-package's dependencies.
+- A writer makes the version odd (`_begin_write`), stores the record, and stores the even version
+  last. There is one writer, so no lock is needed.
+- A reader copies the slot and compares the version of its copy with the one that is there now.
+  If the version is odd or has changed, the copy mixes two moments, and `read` tries again.
+- A process that stops or dies in the middle of a write leaves an odd version. `read` then returns
+  the copy with `whole` False.
+
+The slot is not a log, because it holds only the present. It is not safe for several writers:
+phases, steps and waits are those of the thread that trains. This module uses the standard library
+only, because the watcher runs without this package's dependencies.
 """
 
 from __future__ import annotations
@@ -31,16 +37,16 @@ from typing import Any, NamedTuple
 SIZE = 1024
 MAGIC = int.from_bytes(b"odyslot1", "little")
 
-#: What a rank does. "wait" is never set: it is what `enter` and `leave` take off the phase around
-#: them.
+#: What a rank does. "wait" is never set: `begin_wait` and `end_wait` count the time between them
+#: for it, and not for the phase around them.
 PHASES = ("start", "compile", "data", "compute", "wait", "evaluate", "checkpoint", "end")
 CODES = {name: code for code, name in enumerate(PHASES)}
 WAIT = CODES["wait"]
 # phases that may take long without any sign of life
 SLOW = ("start", "compile", "checkpoint", "end")
 
-# Numbers of 8 bytes, from the start. _SINCE is CLOCK_MONOTONIC ns: how far the times of phases are
-# counted.
+# Indexes of the 8-byte numbers at the start of the slot. _SINCE is a CLOCK_MONOTONIC time in ns:
+# the times of the phases (_TIMES) are counted up to it.
 (
     _MAGIC,
     _VERSION,
@@ -67,13 +73,15 @@ SLOW = ("start", "compile", "checkpoint", "end")
     _ORDERS,
     _LINK,
 ) = range(_TIMES + len(PHASES), _TIMES + len(PHASES) + 10)
-_NUMBERS = 34
-assert _LINK + 4 <= _NUMBERS
+_LINK_LENGTH = 4
+_NUMBER_COUNT = 34
+assert _LINK + _LINK_LENGTH <= _NUMBER_COUNT
 
 # a real-time one: none of the named ones is free in every MPI
 STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7
 
-# Texts, UTF-8, padded with zeros.
+# Texts, UTF-8, padded with zeros: their sizes in bytes, in the order in which they follow the
+# numbers.
 TEXT = 144  # as in comm/calls.py
 _SIZES = {
     "host": 64,
@@ -84,61 +92,75 @@ _SIZES = {
     "note": 96,
     "end": 176,
 }
-_ENDS = tuple(itertools.accumulate(_SIZES.values(), initial=8 * _NUMBERS))
+_ENDS = tuple(itertools.accumulate(_SIZES.values(), initial=8 * _NUMBER_COUNT))
 _PLACES = {
-    _name: (_at - _size, _at) for (_name, _size), _at in zip(_SIZES.items(), _ENDS[1:], strict=True)
+    _name: (_end - _size, _end)
+    for (_name, _size), _end in zip(_SIZES.items(), _ENDS[1:], strict=True)
 }
-_CALL_AT, _CALL_TO = _PLACES["call_text"]
-_WAIT_AT, _WAIT_TO = _PLACES["wait_text"]
-_MISSING_TO = _PLACES["missing"][1]
-assert _ENDS[-1] == SIZE and _PLACES["members"] == (_WAIT_TO, _PLACES["missing"][0])
+_CALL_TEXT_START, _CALL_TEXT_END = _PLACES["call_text"]
+_WAIT_TEXT_START, _WAIT_TEXT_END = _PLACES["wait_text"]
+_MISSING_START, _MISSING_END = _PLACES["missing"]
+# `begin_wait` writes members and missing as one piece, right behind the text of the wait.
+assert _ENDS[-1] == SIZE and _PLACES["members"] == (_WAIT_TEXT_END, _MISSING_START)
 _EVERYONE = (0, "all")
 
 _now_ns = time.monotonic_ns
 
 _memory: Any = bytearray(SIZE)
-_q = memoryview(_memory).cast("q")
-_q[_MAGIC] = MAGIC
-_q[_PHASE] = CODES["start"]
-_q[_SINCE] = _now_ns()
-_q[_RANK] = 0
-_q[_WORLD] = 1
-_q[_CALL] = -1
-_version = 0
+_numbers = memoryview(_memory).cast("q")  # the same memory, as signed 8-byte numbers
+_numbers[_MAGIC] = MAGIC
+_numbers[_PHASE] = CODES["start"]
+_numbers[_SINCE] = _now_ns()
+_numbers[_RANK] = 0
+_numbers[_WORLD] = 1
+_numbers[_CALL] = -1
+_version = 0  # the even version that ends the latest write
 _descriptor = -1
-_quick: Any = None  # the text of the latest call, if `quick` has written it
-listener: Any = None  # a timeline (view/timeline.py): it hears of phases and waits when they end
+# the text of the latest call, if `note_short_call` has written it; compared by identity
+_short_call_text: Any = None
+# a timeline (view/timeline.py): its methods are called when a phase starts and when a wait ends
+listener: Any = None
 
 
 @functools.lru_cache(512)
-def _fitted(text: str, name: str) -> bytes:
-    """A text as the bytes of its place, shortened at its end if need be."""
-    a, b = _PLACES[name]
+def _encode_field(text: str, name: str) -> bytes:
+    """Returns a text as the bytes of its field: padded with zeros, or cut with "..." at its end."""
+    start, end = _PLACES[name]
+    size = end - start
     data = text.encode(errors="replace")
-    if len(data) > b - a:
-        data = data[: b - a - 3].decode(errors="ignore").encode() + b"..."
-    return data.ljust(b - a, b"\0")
+    if len(data) > size:
+        # decoding drops a character that the cut has split
+        data = data[: size - 3].decode(errors="ignore").encode() + b"..."
+    return data.ljust(size, b"\0")
 
 
-def _open() -> None:
-    """A write begins: the version is odd until `_close`."""
+def _begin_write() -> None:
+    """Makes the version odd, so that readers reject what they copy from now on.
+
+    The caller stores its record and then `_numbers[_VERSION] = _version`. That store comes last,
+    because the even version promises readers that the record is complete. Writes may nest: a
+    second call leaves the version odd, and the last store of `_version` ends both.
+    """
     global _version
     _version += 2
-    _q[_VERSION] = _version - 1
+    _numbers[_VERSION] = _version - 1
 
 
 def phase(name: str) -> str:
-    """This process now does `name`, one of PHASES; returns what it did before."""
-    q = _q
+    """Starts the phase `name`, one of PHASES, and returns the name of the phase before it.
+
+    The time since the last change is added to the phase before.
+    """
+    numbers = _numbers  # a local name: faster than a global one in functions of every step
     now_ns = _now_ns()
     code = CODES[name]
-    previous_code = q[_PHASE]
-    _open()
-    q[_TIMES + previous_code] += now_ns - q[_SINCE]
-    q[_SINCE] = now_ns
-    q[_PHASE] = code
-    q[_PROGRESS] += 1
-    q[_VERSION] = _version
+    previous_code = numbers[_PHASE]
+    _begin_write()
+    numbers[_TIMES + previous_code] += now_ns - numbers[_SINCE]
+    numbers[_SINCE] = now_ns
+    numbers[_PHASE] = code
+    numbers[_PROGRESS] += 1
+    numbers[_VERSION] = _version
     if listener is not None:
         listener.phase(name, now_ns)
     return PHASES[previous_code]
@@ -146,177 +168,203 @@ def phase(name: str) -> str:
 
 @contextlib.contextmanager
 def span(name: str) -> Iterator[None]:
-    """For timelines: what is done within it, on a track of its thread."""
+    """Records the block as a span `name` of the timeline, on the track of its thread.
+
+    Does nothing if no timeline is recorded. The slot itself does not change.
+    """
     if listener is None:
         yield
         return
-    timeline = listener
+    timeline = listener  # the one that was there at the start, even if it is removed meanwhile
     begin_ns = _now_ns()
     thread = threading.current_thread()
     try:
         yield
     finally:
-        timeline.span(
-            "main" if thread is threading.main_thread() else thread.name, name, begin_ns, _now_ns()
-        )
+        track = "main" if thread is threading.main_thread() else thread.name
+        timeline.span(track, name, begin_ns, _now_ns())
 
 
 def step(number: int, samples: int = 0) -> None:
-    """Step `number` (the count of steps so far) is complete; it had so many samples on this
-    rank.
+    """Notes that step `number` is complete and had `samples` samples on this rank.
+
+    `number` is the count of steps so far.
     """
-    q = _q
-    _open()
-    q[_STEP] = number
-    q[_SAMPLES] += samples
-    q[_PROGRESS] += 1
-    q[_VERSION] = _version
+    numbers = _numbers
+    _begin_write()
+    numbers[_STEP] = number
+    numbers[_SAMPLES] += samples
+    numbers[_PROGRESS] += 1
+    numbers[_VERSION] = _version
 
 
-def call(sequence: int, text: str, group: tuple[int, str] = _EVERYONE) -> None:
-    """A collective call was started: its number in its group, what it is and where it stands in
-    the program.
-    """
-    global _quick
-    q = _q
-    _quick = None
-    _open()
-    q[_CALL] = sequence
-    q[_CALL_GROUP] = group[0]
-    _memory[_CALL_AT:_CALL_TO] = _fitted(text, "call_text")
-    q[_PROGRESS] += 1
-    q[_VERSION] = _version
+def note_call(sequence: int, text: str, group: tuple[int, str] = _EVERYONE) -> None:
+    """Notes that a collective call was started.
 
-
-def enter(sequence: int, text: str, group: tuple[int, str] = _EVERYONE) -> None:
-    """This process waits from now on, in a collective call (its number in its group) or for a
-    message (-1).
-
+    sequence: its number in its group.
     text: what it is, with file and line, as `Header.text`.
-    group: (a number that is the same on all members, who they are as `ranges` writes it).
+    group: as in `begin_wait`.
     """
-    q = _q
+    global _short_call_text
+    numbers = _numbers
+    _short_call_text = None  # its text is overwritten here
+    _begin_write()
+    numbers[_CALL] = sequence
+    numbers[_CALL_GROUP] = group[0]
+    _memory[_CALL_TEXT_START:_CALL_TEXT_END] = _encode_field(text, "call_text")
+    numbers[_PROGRESS] += 1
+    numbers[_VERSION] = _version
+
+
+def begin_wait(sequence: int, text: str, group: tuple[int, str] = _EVERYONE) -> None:
+    """Notes that this process waits from now on, until `end_wait`.
+
+    A second call without `end_wait` replaces the first wait.
+
+    sequence: the number of the collective call in its group; -1 for a message.
+    text: what it is, with file and line, as `Header.text`.
+    group: (a number that is the same on all members, the members as `format_ranks` writes them).
+    """
+    group_number, members = group
+    numbers = _numbers
     now_ns = _now_ns()
-    _open()
-    if not q[_WAITING]:
-        q[_TIMES + q[_PHASE]] += now_ns - q[_SINCE]
-        q[_SINCE] = now_ns
-    q[_WAITING] = now_ns
-    q[_WAIT_SEQUENCE] = sequence
-    q[_WAIT_GROUP] = group[0]
-    _memory[_WAIT_AT:_WAIT_TO] = _fitted(text, "wait_text")
-    _memory[_WAIT_TO:_MISSING_TO] = _waited_for(group[1])
-    q[_VERSION] = _version
+    _begin_write()
+    if not numbers[_WAITING]:
+        numbers[_TIMES + numbers[_PHASE]] += now_ns - numbers[_SINCE]
+        numbers[_SINCE] = now_ns
+    numbers[_WAITING] = now_ns
+    numbers[_WAIT_SEQUENCE] = sequence
+    numbers[_WAIT_GROUP] = group_number
+    _memory[_WAIT_TEXT_START:_WAIT_TEXT_END] = _encode_field(text, "wait_text")
+    _memory[_WAIT_TEXT_END:_MISSING_END] = _encode_members(members)
+    numbers[_VERSION] = _version
 
 
-def leave() -> None:
-    """Ends the wait, successfully or not."""
-    q = _q
-    if not q[_WAITING]:
+def end_wait() -> None:
+    """Ends the wait, successful or not, and adds its time to "wait".
+
+    Does nothing if this process does not wait.
+    """
+    numbers = _numbers
+    if not numbers[_WAITING]:
         return
     now_ns = _now_ns()
     if listener is not None:
-        listener.waited(
-            _memory[_WAIT_AT:_WAIT_TO].rstrip(b"\0").decode(errors="replace"), q[_WAITING], now_ns
-        )
-    _open()
-    q[_TIMES + WAIT] += now_ns - q[_SINCE]
-    q[_SINCE] = now_ns
-    q[_WAITING] = 0
-    q[_PROGRESS] += 1
-    q[_VERSION] = _version
+        wait_text = _memory[_WAIT_TEXT_START:_WAIT_TEXT_END].rstrip(b"\0")
+        listener.waited(wait_text.decode(errors="replace"), numbers[_WAITING], now_ns)
+    _begin_write()
+    numbers[_TIMES + WAIT] += now_ns - numbers[_SINCE]
+    numbers[_SINCE] = now_ns
+    numbers[_WAITING] = 0
+    numbers[_PROGRESS] += 1
+    numbers[_VERSION] = _version
 
 
-def missing(ranks: Sequence[int]) -> None:
-    """World ranks that this process waits for, as far as it can tell; said now and then while it
-    waits.
+def note_missing_ranks(ranks: Sequence[int]) -> None:
+    """Notes the world ranks that this process waits for, as far as it can tell.
+
+    A waiting process calls this now and then.
     """
-    _text("missing", ranges(ranks))
+    _write_text("missing", format_ranks(ranks))
 
 
-def waited(nanoseconds: int) -> None:
-    """So much of the time of this phase went by waiting, in a call that is too short for `enter`
-    and `leave`.
+def count_wait(nanoseconds: int) -> None:
+    """Moves `nanoseconds` from the time of the present phase to "wait".
+
+    Calls that are too short for `begin_wait` and `end_wait` use it once they are over.
     """
-    q = _q
-    q[_TIMES + q[_PHASE]] -= nanoseconds
-    q[_TIMES + WAIT] += nanoseconds
+    numbers = _numbers
+    # Each sum is one aligned store, and a reader may see one without the other: no version.
+    numbers[_TIMES + numbers[_PHASE]] -= nanoseconds
+    numbers[_TIMES + WAIT] += nanoseconds
     if listener is not None:
         now_ns = _now_ns()
         listener.waited("a short call", now_ns - nanoseconds, now_ns)
 
 
-def busy() -> int:
-    """Nanoseconds so far in which this process read data and computed, without those in which it
-    waited.
+def busy_nanoseconds() -> int:
+    """Returns how many nanoseconds this process has started up, read data and computed so far.
+
+    Times of waiting are not included.
     """
-    q = _q
-    working = [CODES[name] for name in ("start", "data", "compute")]
-    elapsed_ns = _now_ns() - q[_SINCE] if q[_PHASE] in working and not q[_WAITING] else 0
-    return elapsed_ns + sum(q[_TIMES + code] for code in working)
+    numbers = _numbers
+    busy_codes = [CODES[name] for name in ("start", "data", "compute")]
+    total_ns = sum(numbers[_TIMES + code] for code in busy_codes)
+    if numbers[_PHASE] in busy_codes and not numbers[_WAITING]:
+        total_ns += _now_ns() - numbers[_SINCE]  # the present phase, which is not added up yet
+    return total_ns
 
 
-def quick(sequence: int, group: int, text: str) -> None:
-    """Does what `call` does, for the shortest calls: rewrites the text only where it is another
-    object than before.
+def note_short_call(sequence: int, group: int, text: str) -> None:
+    """Notes a collective call as `note_call` does, at a lower cost, for the shortest calls.
+
+    The text is written only if it is another object than in the call before. A repeated call
+    stores one number, which needs no version, and does not count as progress.
     """
-    global _quick
-    _q[_CALL] = sequence
-    if text is not _quick:
-        _quick = text
-        _q[_CALL_GROUP] = group
-        _text("call_text", text)
+    global _short_call_text
+    _numbers[_CALL] = sequence
+    if text is not _short_call_text:
+        _short_call_text = text
+        _numbers[_CALL_GROUP] = group
+        _write_text("call_text", text)
 
 
-def link(rank: int, size: int, ns: int, times: int) -> None:
-    """Data of a rank on another machine are slow: so many bytes of late took so long, so many
-    times as long as those of others. times = 0: none are.
+def note_slow_link(rank: int, size: int, ns: int, times: int) -> None:
+    """Notes that data from a rank on another machine come slowly.
+
+    Of late, `size` bytes from `rank` took `ns` nanoseconds, which is `times` times as long as from
+    other ranks. All four are 0 if no link is slow.
     """
-    _open()
-    _q[_LINK] = rank
-    _q[_LINK + 1] = size
-    _q[_LINK + 2] = ns
-    _q[_LINK + 3] = times
-    _q[_VERSION] = _version
+    _begin_write()
+    _numbers[_LINK] = rank
+    _numbers[_LINK + 1] = size
+    _numbers[_LINK + 2] = ns
+    _numbers[_LINK + 3] = times
+    _numbers[_VERSION] = _version
 
 
 def note(text: str) -> None:
     """Notes what this rank is busy with: a tensor, a file. It counts as a sign of life."""
-    _text("note", text)
-    _q[_PROGRESS] += 1
+    _write_text("note", text)
+    _numbers[_PROGRESS] += 1
 
 
-def ended(code: int, line: str = "") -> None:
-    """This process ends, with an exit code and for a reason; the first reason stays."""
-    q = _q
-    if q[_ENDED]:
+def note_end(code: int, line: str = "") -> None:
+    """Notes that this process ends, with an exit code and a reason.
+
+    Only the first call has an effect, because later ends are consequences of the first.
+    """
+    numbers = _numbers
+    if numbers[_ENDED]:
         return
-    _open()
-    q[_CODE] = code
-    q[_ENDED] = 1
-    q[_PROGRESS] += 1
-    _text("end", line)
+    _begin_write()
+    numbers[_CODE] = code
+    numbers[_ENDED] = 1
+    numbers[_PROGRESS] += 1
+    _write_text("end", line)  # stores the even version, also for the numbers above
 
 
-def _text(name: str, text: str) -> None:
-    a, b = _PLACES[name]
-    _open()
-    _memory[a:b] = _fitted(text, name)
-    _q[_VERSION] = _version
+def _write_text(name: str, text: str) -> None:
+    """Writes one text field, and completes the write that is under way, if there is one."""
+    start, end = _PLACES[name]
+    _begin_write()
+    _memory[start:end] = _encode_field(text, name)
+    _numbers[_VERSION] = _version
 
 
 @functools.lru_cache(512)
-def _waited_for(members: str) -> bytes:
-    """The members of a group, and, after them, that nobody is known to be missing yet."""
-    return _fitted(members, "members") + _fitted("", "missing")
+def _encode_members(members: str) -> bytes:
+    """Returns the bytes of the members of a group, followed by an empty list of missing ranks."""
+    return _encode_field(members, "members") + _encode_field("", "missing")
 
 
-def ranges(ranks: Sequence[int]) -> str:
-    """Ranks as short text: "0-3,8".
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Returns ranks as short text, such as "0-3,8"; "" for no ranks.
 
-    "" for none; "?" in the end where they are too many for a slot.
+    A list that is too long for a slot is cut, and ends with "?".
     """
     words = []
+    # neighbours have the same difference between rank and index
     for _, group in itertools.groupby(
         enumerate(sorted(set(ranks))), lambda pair: pair[1] - pair[0]
     ):
@@ -326,58 +374,62 @@ def ranges(ranks: Sequence[int]) -> str:
     return text if len(text) < 60 else f"{text[:60].rpartition(',')[0]},?"
 
 
-def ranks_of(text: str, size: int) -> list[int] | None:
-    """The ranks of `ranges`, in a world of `size`; None if they are not all known, or if it is
-    no such text.
+def parse_ranks(text: str, size: int) -> list[int] | None:
+    """Returns the ranks in a text of `format_ranks`, in a world of `size` ranks.
+
+    Returns None if the list was cut, or if the text is not such a list. Any text will do.
     """
     if text == "all":
         return list(range(size))
     ranks: list[int] = []
     for word in text.split(",") if text else ():
-        a, _, b = word.partition("-")
-        b = b or a
-        if not (
-            f"{a}{b}".isascii()
-            and a.isdigit()
-            and b.isdigit()
-            and len(word) < 14
-            and int(a) <= int(b) < size
-        ):
+        first, _, last = word.partition("-")
+        last = last or first
+        # isdigit also accepts digits of other scripts
+        is_number_pair = f"{first}{last}".isascii() and first.isdigit() and last.isdigit()
+        # the limit of the length comes before int(), which is slow for long texts
+        if not (is_number_pair and len(word) < 14 and int(first) <= int(last) < size):
             return None
-        ranks.extend(range(int(a), int(b) + 1))
+        ranks.extend(range(int(first), int(last) + 1))
     return ranks
 
 
 def describe(rank: int, world: int, attempt: int = 0) -> None:
-    _open()
-    _q[_RANK] = rank
-    _q[_WORLD] = world
-    _q[_PID] = os.getpid()
-    _q[_ATTEMPT] = attempt
-    _text("host", os.uname().nodename)
+    """Notes who this process is: rank, world size, attempt, PID and host."""
+    _begin_write()
+    _numbers[_RANK] = rank
+    _numbers[_WORLD] = world
+    _numbers[_PID] = os.getpid()
+    _numbers[_ATTEMPT] = attempt
+    _write_text("host", os.uname().nodename)  # stores the even version, also for the numbers above
 
 
-def arm(stacks: int, orders: int) -> None:
-    """Descriptors of this process: the file that its stacks are dumped into, the pipe that it
-    takes orders from.
+def note_descriptors(stacks: int, orders: int) -> None:
+    """Notes two descriptors of this process that the watcher opens.
+
+    stacks: the file into which this process dumps its stacks.
+    orders: the pipe from which it reads orders.
     """
-    _open()
-    _q[_STACKS] = stacks
-    _q[_ORDERS] = orders
-    _q[_VERSION] = _version
+    _begin_write()
+    _numbers[_STACKS] = stacks
+    _numbers[_ORDERS] = orders
+    _numbers[_VERSION] = _version
 
 
 def publish() -> int:
-    """Puts the slot where other processes of this user can open it; its descriptor here, or -1
-    where there is none.
+    """Moves the slot into a file that other processes of this user can open.
+
+    Returns its descriptor in this process, or -1 if there is no such file. A second call returns
+    the same descriptor.
     """
-    global _memory, _q, _descriptor
-    if _descriptor >= 0 and _q[_PID] == os.getpid():
+    global _memory, _numbers, _descriptor
+    # After a fork the child has -1 here; the PID covers a fork that ran no handler.
+    if _descriptor >= 0 and _numbers[_PID] == os.getpid():
         return _descriptor
     if not os.path.isdir("/proc/self/fd"):
         return -1  # nobody could open it
     try:
-        descriptor = nameless("odyssey-slot")
+        descriptor = open_nameless_file("odyssey-slot")
         # there must be room for it: a store into a file on a full disk is a SIGBUS
         os.write(descriptor, bytes(SIZE))
         memory = mmap.mmap(descriptor, SIZE)
@@ -386,14 +438,19 @@ def publish() -> int:
     memory[:] = bytes(_memory[:])
     _memory = memory
     _descriptor = descriptor
-    _q = memoryview(memory).cast("q")
+    _numbers = memoryview(memory).cast("q")
     return descriptor
 
 
-def nameless(name: str) -> int:
-    """A descriptor of a file without a name: in memory, or, where an old Python or a filter of
-    system calls is against that, one of this user alone that was unlinked at once. Raises
-    OSError: there is none to be had.
+def open_nameless_file(name: str) -> int:
+    """Returns the descriptor of a new file without a name, in memory if possible.
+
+    An old Python or a filter of system calls can prevent that. Then it is a temporary file that
+    only this user can open and that is unlinked immediately. `name` is for people who list the
+    descriptors.
+
+    Raises:
+        OSError: no such file can be created.
     """
     with contextlib.suppress(AttributeError, OSError):
         return os.memfd_create(name)
@@ -405,26 +462,28 @@ def nameless(name: str) -> int:
     return descriptor
 
 
-def _forked() -> None:
-    """A child must not write into its parent's slot."""
-    global _memory, _q, _descriptor
+def _detach_after_fork() -> None:
+    """Gives a forked child plain memory again, because it must not write into its parent's slot."""
+    global _memory, _numbers, _descriptor
     _memory = bytearray(_memory[:])
-    _q = memoryview(_memory).cast("q")
+    _numbers = memoryview(_memory).cast("q")
     _descriptor = -1
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+    os.register_at_fork(after_in_child=_detach_after_fork)
 
 
 class StatusSlot(NamedTuple):
-    """Contents of a slot, in the order in which they stand there.
+    """The contents of a slot, in the order in which they are stored.
 
-    Times are CLOCK_MONOTONIC of its machine in ns; `waiting` is 0 for a rank that does not wait.
+    Times are CLOCK_MONOTONIC of its machine in ns.
 
-    `times`: ns in each of PHASES, up to `since`. `whole`: it is of one moment. `link`: as `link()`
-    was told. `call` numbers the latest collective call that it has started, in group `call_group`;
-    -1: none.
+    waiting: the time at which the present wait started; 0 if the rank does not wait.
+    times: ns in each of PHASES, up to `since`.
+    call: the number of the latest collective call, in group `call_group`; -1 if there was none.
+    link: the four numbers of `note_slow_link`.
+    whole: True if all contents are of one moment.
     """
 
     rank: int
@@ -463,38 +522,43 @@ class StatusSlot(NamedTuple):
 
 
 def parse(data: bytes) -> StatusSlot | None:
-    """A slot from its bytes, or None if they are none. Any bytes will do."""
+    """Returns the slot in these bytes, or None if they are not a slot. Any bytes will do."""
     if len(data) != SIZE:
         return None
-    q = memoryview(data).cast("q")
-    if q[_MAGIC] != MAGIC or not 0 <= q[_PHASE] < len(PHASES):
+    numbers = memoryview(data).cast("q")
+    if numbers[_MAGIC] != MAGIC or not 0 <= numbers[_PHASE] < len(PHASES):
         return None
-    if not 0 <= q[_RANK] < q[_WORLD] < 1 << 24:
+    if not 0 <= numbers[_RANK] < numbers[_WORLD] < 1 << 24:
         return None
     texts = {
-        name: "".join(
-            c if c.isprintable() else "?" for c in data[a:b].rstrip(b"\0").decode(errors="replace")
-        )
-        for name, (a, b) in _PLACES.items()
+        name: _printable_text(data[start:end].rstrip(b"\0"))
+        for name, (start, end) in _PLACES.items()
     }
     return StatusSlot(
-        *q[_RANK : _PROGRESS + 1],
-        PHASES[q[_PHASE]],
-        q[_SINCE],
-        tuple(q[_TIMES:_CALL]),
-        *q[_CALL : _WAIT_GROUP + 1],
-        bool(q[_ENDED]),
-        *q[_CODE : _ORDERS + 1],
-        tuple(q[_LINK : _LINK + 4]),
-        whole=not q[_VERSION] & 1,
+        *numbers[_RANK : _PROGRESS + 1],
+        PHASES[numbers[_PHASE]],
+        numbers[_SINCE],
+        tuple(numbers[_TIMES:_CALL]),
+        *numbers[_CALL : _WAIT_GROUP + 1],
+        bool(numbers[_ENDED]),
+        *numbers[_CODE : _ORDERS + 1],
+        tuple(numbers[_LINK : _LINK + _LINK_LENGTH]),
+        whole=not numbers[_VERSION] & 1,
         **texts,
     )
 
 
-def read(descriptor: int, tries: int = 5) -> StatusSlot | None:
-    """The slot in an open file; None if it is none.
+def _printable_text(data: bytes) -> str:
+    """Returns bytes as text for a terminal, with "?" for each character that controls it."""
+    text = data.decode(errors="replace")
+    return "".join(character if character.isprintable() else "?" for character in text)
 
-    After some tries as it is, with `whole` False.
+
+def read(descriptor: int, tries: int = 5) -> StatusSlot | None:
+    """Returns the slot in an open file; None if the file does not hold one.
+
+    Repeats while the owner writes. After `tries` attempts it returns the last copy, with `whole`
+    False.
     """
     status = None
     for _ in range(tries):
@@ -502,13 +566,15 @@ def read(descriptor: int, tries: int = 5) -> StatusSlot | None:
         status = parse(data)
         if status is None:
             return None
-        if status.whole and os.pread(descriptor, 16, 0) == data[:16]:  # the version has stayed
+        # The copy is of one moment if the version, in the first 16 bytes, is still the same.
+        if status.whole and os.pread(descriptor, 16, 0) == data[:16]:
             return status
         time.sleep(1e-4)
     return status._replace(whole=False) if status else None
 
 
-def mine() -> StatusSlot:
+def read_current() -> StatusSlot:
+    """Returns the slot of this process."""
     status = parse(bytes(_memory[:]))
     assert status is not None
     return status

@@ -1,33 +1,42 @@
-"""A base class of objects that can't be copied, because they hold threads, connections or
+"""A decorator of classes whose objects can't be copied, because they hold threads, connections or
 addresses of memory.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 from ..errors import ConfigError
+
+_Class = TypeVar("_Class", bound=type)
 
 
 def refuse(value: Any, instead: str) -> NoReturn:
     """Raises the ConfigError about a copy of an object. `instead` is what to do."""
     raise ConfigError(
         f"[copy] a {type(value).__name__} can't be copied or pickled, because it holds threads, "
-        "connections or "
-        f"addresses of memory; {instead}"
+        f"connections or addresses of memory; {instead}"
     )
 
 
-class Uncopied:
-    """Raises a ConfigError for `copy.copy`, `copy.deepcopy` and pickle."""
+def uncopied(instead: str = "create another one") -> Callable[[_Class], _Class]:
+    """Decorates a class so that `copy.copy`, `copy.deepcopy` and pickle of its objects raise a
+    ConfigError.
 
-    copy_instead = "create another one"
+        @uncopied("open the file again")
+        class Reader: ...
 
-    def __copy__(self) -> NoReturn:
-        refuse(self, self.copy_instead)
+    Args:
+        instead: what the error says to do.
+    """
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        refuse(self, self.copy_instead)
+    def refuse_copy(self: Any, *_: Any) -> NoReturn:
+        refuse(self, instead)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        refuse(self, self.copy_instead)
+    def decorate(decorated: _Class) -> _Class:
+        for name in ("__copy__", "__deepcopy__", "__reduce_ex__"):
+            setattr(decorated, name, refuse_copy)
+        return decorated
+
+    return decorate

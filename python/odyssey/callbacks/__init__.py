@@ -7,6 +7,7 @@ The events and their order are in base.py, those that come with odyssey in stand
 docs/callbacks.md shows how to use and write them. Loggers (odyssey.loggers) are callbacks as well.
 """
 
+from .averages import EMA, SWA
 from .base import Callback, Context, joined
 from .standard import (
     EarlyStopping,
@@ -19,6 +20,8 @@ from .standard import (
 )
 
 __all__ = [
+    "EMA",
+    "SWA",
     "Callback",
     "Context",
     "EarlyStopping",

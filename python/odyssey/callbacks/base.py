@@ -143,6 +143,7 @@ class Callback:
     exact = True
     after = 0
     writes = False
+    _not_state: tuple[str, ...] = ("state_dict()",)  # checkpoints keep it in any case
 
     def __repr__(self) -> str:
         return brief(self)
@@ -152,8 +153,15 @@ class Callback:
         """True if the user has written what it does, which may change the training."""
         return not type(self).__module__.startswith("odyssey.")
 
+    @property
+    def is_captured(self) -> bool:
+        """True if checkpoints keep the attributes that change, as docs/state.md describes."""
+        return self.own_code
+
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps for it, as JSON has it: rank 0's."""
+        """Returns what a checkpoint keeps for it in addition to its attributes: numbers, strings,
+        arrays, and containers of them. All ranks get what rank 0 returned.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -167,9 +175,9 @@ class Callback:
         """
         return True
 
-    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Returns, for one that joins from the environment, keywords that go before those
-        `given`.
+    def arguments(self, keywords: dict[str, Any]) -> dict[str, Any]:
+        """Returns, for one that joins from the environment, arguments that go before the
+        trainer's `keywords`.
         """
         return {}
 
@@ -235,9 +243,8 @@ def check_events(callback: Callback) -> None:
             inspect.signature(getattr(callback, name)).bind(None)
         except TypeError:
             raise ConfigError(
-                f"[train] {kind}.{name} does not take the context alone, with which it is "
-                f"called: def {name}(self, "
-                "context); the trainer is context.trainer"
+                f"[train] {kind}.{name} does not take the context alone, with which it is called: "
+                f"def {name}(self, context); the trainer is context.trainer"
             ) from None
 
 

@@ -1,8 +1,8 @@
 """The callbacks that come with odyssey: stopping early, keeping the best checkpoint, the
 learning rate, time.
 
-What they decide by is rank 0's, so all ranks decide alike; what they remember is in checkpoints, so
-a training that goes on decides as one that was never stopped.
+They decide by the metrics of rank 0, so all ranks decide alike. Their state is in checkpoints, so a
+run that resumes decides like one that was never stopped.
 """
 
 from __future__ import annotations
@@ -24,48 +24,58 @@ from .base import Callback, Context
 MODES = ("auto", "min", "max")
 
 
-def _check(owner: Any, name: str, value: Any, ok: bool, allowed: str) -> Any:
+def _check_setting(owner: Any, name: str, value: Any, ok: bool, allowed: str) -> Any:
+    """Returns the value of a setting. Raises ConfigError with the advice `allowed` unless `ok`."""
     if not ok:
         raise ConfigError(f"[{type(owner).__name__}] {name} is {value!r}; {allowed}")
     return value
 
 
-def _number(value: Any) -> bool:
+def _is_finite_number(value: Any) -> bool:
+    """Tells whether a value is a finite int or float, and not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class Monitor(Callback):
-    """Looks at a figure of an epoch's record, such as "test_loss", "test_accuracy" or "train_loss".
+    """Base of callbacks that compare a metric of each epoch with the best one.
 
-    mode: "min" if less is better, "max", or "auto": "max" for what ends in accuracy or top5 (any
-    number), else "min". min_delta: by how much it must be better than the best to count as better.
-    Raises ConfigError: a setting is not allowed; an epoch has no such figure: before the first step
-    where it can be known then (Context.figures), else at the end of the first epoch.
+    Args:
+        monitor: the metric, such as "test_loss", "test_accuracy" or "train_loss".
+        mode: "min" if less is better, "max" if more is better. "auto" is "max" for names that end
+            in "accuracy" or "top5" (with any number), else "min".
+        min_delta: the difference from the best by which a value must be better to count as better.
+
+    Raises:
+        ConfigError: a setting is not allowed, or an epoch has no such metric. The second is raised
+            before the first step if the metrics are known then (Context.figures), else at the end
+            of the first epoch.
     """
 
     def __init__(
         self, monitor: str = "test_loss", mode: str = "auto", min_delta: float = 0.0
     ) -> None:
-        self.monitor = _check(
+        self.monitor = _check_setting(
             self, "monitor", monitor, isinstance(monitor, str), "give the name of a figure"
         )
-        self.mode = _check(self, "mode", mode, mode in MODES, f"choose from {', '.join(MODES)}")
+        self.mode = _check_setting(
+            self, "mode", mode, mode in MODES, f"choose from {', '.join(MODES)}"
+        )
         if mode == "auto":
             self.mode = "max" if re.search(r"(accuracy|top\d+)$", monitor) else "min"
-        ok = _number(min_delta) and min_delta >= 0
-        self.min_delta = _check(
+        ok = _is_finite_number(min_delta) and min_delta >= 0
+        self.min_delta = _check_setting(
             self, "min_delta", min_delta, ok, "it must be a number of at least 0"
         )
         self.best: float | None = None
 
     def on_fit_start(self, context: Context) -> None:
-        """Nothing is known yet, but which figures there will be."""
+        """Resets the best value, and checks `monitor` if the metrics are known already."""
         self.best = None
         if context.figures is not None:
             self.check(context.figures)
 
     def check(self, figures: Sequence[str]) -> None:
-        """Raises ConfigError, on all ranks: `monitor` is none of the figures that an epoch has."""
+        """Raises ConfigError, on all ranks, if `monitor` is not one of the metrics of an epoch."""
         if self.monitor not in figures:
             part, _, figure = self.monitor.partition("_")
             hint = ""
@@ -80,27 +90,35 @@ class Monitor(Callback):
             ).on_all_ranks()
 
     def value(self, context: Context) -> float | None:
-        """Rank 0's figure of this epoch, on all ranks; None where verify or replay leaves
-        validation out.
+        """Returns the metric of this epoch on rank 0, on all ranks. Collective.
+
+        None if the metric is missing because verify or replay skips validation.
         """
         record = context.record
         figures = [
-            name for name, v in record.items() if isinstance(v, (int, float)) and name != "epoch"
+            name
+            for name, number in record.items()
+            if isinstance(number, (int, float)) and name != "epoch"
         ]
         if self.monitor not in figures and not context.validate:
             return None
         self.check(figures)
-        return float(
-            context.trainer.comm.broadcast(np.array([record[self.monitor]], np.float64))[0]
-        )
+        local_value = np.array([record[self.monitor]], np.float64)
+        [value] = context.trainer.comm.broadcast(local_value)
+        return float(value)
 
     def better(self, value: float, than: float | None) -> bool:
-        """Returns whether a figure is better than another; NaN never is."""
-        if math.isnan(value) or than is None:
-            return not math.isnan(value)
-        return (
-            value < than - self.min_delta if self.mode == "min" else value > than + self.min_delta
-        )
+        """Tells whether a value is better than the best one. Any number is better than None.
+
+        NaN is never better.
+        """
+        if math.isnan(value):
+            return False
+        if than is None:
+            return True
+        if self.mode == "min":
+            return value < than - self.min_delta
+        return value > than + self.min_delta
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best}
@@ -110,7 +128,7 @@ class Monitor(Callback):
 
 
 class Patience(Monitor):
-    """Counts epochs since the figure was better for the last time: `waited`."""
+    """Base of callbacks that count the epochs since the metric was last better, in `waited`."""
 
     def __init__(
         self,
@@ -128,7 +146,7 @@ class Patience(Monitor):
         self.waited = 0
 
     def too_long(self, context: Context) -> bool:
-        """Counts this epoch; whether there were `patience` without a better figure."""
+        """Counts this epoch, and tells whether `patience` epochs had no better value."""
         value = self.value(context)
         if value is None:
             return False
@@ -148,9 +166,7 @@ class Patience(Monitor):
 
 
 class EarlyStopping(Patience):
-    """Finishes the training after `patience` epochs in which the figure was not better by more
-    than `min_delta`.
-    """
+    """Finishes training after `patience` epochs without a metric that is better by `min_delta`."""
 
     def on_epoch_end(self, context: Context) -> None:
         if self.too_long(context):
@@ -164,18 +180,21 @@ class EarlyStopping(Patience):
 
     @classmethod
     def parse(cls, text: str, figures: Sequence[str]) -> EarlyStopping:
-        """That of `odyssey train --early-stopping FIGURE[:PATIENCE[:MIN_DELTA]]`.
+        """Builds the callback of `odyssey train --early-stopping FIGURE[:PATIENCE[:MIN_DELTA]]`.
 
-        Raises ConfigError: it is no such text, or names none of these figures.
+        figures: the metrics that are allowed. Raises ConfigError for another text or metric.
         """
         monitor, *numbers = (part.strip() for part in text.split(":"))
         if monitor not in figures:
             raise ConfigError(
                 f"[train] --early-stopping names {monitor!r}; choose from {', '.join(figures)}"
             )
+        # The types of PATIENCE and MIN_DELTA. None is not callable, so a third number is an error.
+        types = (int, float, None)
         try:
             return cls(
-                monitor, *(kind(n) for kind, n in zip((int, float, None), numbers, strict=False))
+                monitor,
+                *(convert(number) for convert, number in zip(types, numbers, strict=False)),
             )
         except ConfigError:
             raise
@@ -187,8 +206,10 @@ class EarlyStopping(Patience):
 
 
 class ReduceLROnPlateau(Patience):
-    """Multiplies the learning rate with `factor` after `patience` epochs in which the figure was
-    not better, and waits anew; not below `min_lr`. A schedule goes on as a factor on it.
+    """Multiplies the learning rate by `factor` after `patience` epochs without a better metric.
+
+    Then it starts to count again. The rate never falls below `min_lr`. The factor of a schedule
+    still applies.
     """
 
     def __init__(
@@ -201,11 +222,19 @@ class ReduceLROnPlateau(Patience):
         min_lr: float = 0.0,
     ) -> None:
         super().__init__(monitor, patience, min_delta, mode)
-        self.factor = _check(
-            self, "factor", factor, _number(factor) and 0 < factor < 1, "it must be between 0 and 1"
+        self.factor = _check_setting(
+            self,
+            "factor",
+            factor,
+            _is_finite_number(factor) and 0 < factor < 1,
+            "it must be between 0 and 1",
         )
-        self.min_lr = _check(
-            self, "min_lr", min_lr, _number(min_lr) and min_lr >= 0, "it must be at least 0"
+        self.min_lr = _check_setting(
+            self,
+            "min_lr",
+            min_lr,
+            _is_finite_number(min_lr) and min_lr >= 0,
+            "it must be at least 0",
         )
 
     def on_epoch_end(self, context: Context) -> None:
@@ -222,12 +251,12 @@ class ReduceLROnPlateau(Patience):
 
 
 class ModelCheckpoint(Monitor):
-    """Keeps the checkpoints of the `save_top_k` best epochs beside the most recent ones, and
-    gives two of them names: `best` (or `name`) and `last` in the directory of checkpoints
-    lead to them, for fit(resume=), load_checkpoint() and odyssey.load(). `best_value` and
-    `best_path` are those of the best so far.
+    """Keeps the checkpoints of the `save_top_k` best epochs, in addition to the most recent ones.
 
-    Raises ConfigError: fit() makes no checkpoints.
+    Two links in the directory of checkpoints lead to the best and the newest one: `best` (or
+    `name`) and `last`. You can pass them to fit(resume=), load_checkpoint() and odyssey.load().
+    `best_value` and `best_path` are those of the best epoch so far. Raises ConfigError if fit()
+    writes no checkpoints.
     """
 
     def __init__(
@@ -244,7 +273,7 @@ class ModelCheckpoint(Monitor):
             isinstance(name, str)
             and re.fullmatch(r"(?!step_|last$)[A-Za-z][A-Za-z0-9_-]{0,63}", name) is not None
         )
-        self.name = _check(
+        self.name = _check_setting(
             self,
             "name",
             name,
@@ -256,12 +285,15 @@ class ModelCheckpoint(Monitor):
 
     @property
     def best_value(self) -> float | None:
-        """The figure of the best epoch."""
-        return self.top[0][0] if self.top else None
+        """The metric of the best epoch, or None before there is one."""
+        if not self.top:
+            return None
+        value, _ = self.top[0]
+        return value
 
     @property
     def best_path(self) -> Path | None:
-        """Its checkpoint."""
+        """The link to the checkpoint of the best epoch, or None before there is one."""
         return self._folder / self.name if self.top and self._folder is not None else None
 
     def on_fit_start(self, context: Context) -> None:
@@ -277,19 +309,22 @@ class ModelCheckpoint(Monitor):
         value = self.value(context)
         if value is None or math.isnan(value):
             return
+        # An epoch can end twice: before and after a restart. So its entry is replaced.
+        epochs = [(metric, step) for metric, step in self.top if step != context.steps]
+        epochs.append((value, context.steps))
         sign = 1 if self.mode == "min" else -1
-        # an epoch may end twice: before a restart, after
-        other_epochs = [one for one in self.top if one[1] != context.steps]
-        self.top = sorted([*other_epochs, (value, context.steps)], key=lambda one: sign * one[0])[
-            : self.save_top_k
-        ]
+        epochs.sort(key=lambda epoch: sign * epoch[0])
+        self.top = epochs[: self.save_top_k]
+        # Asks for a checkpoint now if this epoch is one of the best.
         context.due = context.due or any(step == context.steps for _, step in self.top)
 
     def on_checkpoint(self, context: Context) -> None:
         context.kept |= {step for _, step in self.top}
-        context.marks |= {"last"} | (
-            {self.name} if self.top and self.top[0][1] == context.steps else set()
-        )
+        context.marks |= {"last"}
+        if self.top:
+            _, best_step = self.top[0]
+            if best_step == context.steps:
+                context.marks |= {self.name}
 
     def state_dict(self) -> dict[str, Any]:
         return {"top": self.top}
@@ -299,8 +334,9 @@ class ModelCheckpoint(Monitor):
 
 
 class LearningRateMonitor(Callback):
-    """Gives loggers the learning rate of each step, as "lr", and the record of an epoch that of
-    its last.
+    """Logs the learning rate of each step as "lr".
+
+    The record of an epoch gets the rate of its last step.
     """
 
     exact = False
@@ -311,11 +347,12 @@ class LearningRateMonitor(Callback):
 
 
 class Timer(Callback):
-    """Finishes the training after a time: seconds, a datetime.timedelta, or "HH:MM:SS" (days as
-    "DD:HH:MM:SS").
+    """Finishes training after a time.
 
-    What was trained before a restart counts. The first rank whose time is over ends it for all,
-    about a tenth of a second later.
+    The time of training before a restart counts. The first rank whose time is over ends training on
+    all ranks, about a tenth of a second later.
+
+    duration: seconds, a datetime.timedelta, or "HH:MM:SS" (with days "DD:HH:MM:SS").
     """
 
     exact = False
@@ -326,27 +363,29 @@ class Timer(Callback):
         self._seconds_before = 0.0
 
     def _parse_duration(self, duration: Any) -> float:
-        seconds = duration.total_seconds() if isinstance(duration, datetime.timedelta) else duration
-        if isinstance(duration, str):
+        """Returns a duration in seconds. Raises ConfigError if it isn't one."""
+        seconds = duration
+        if isinstance(duration, datetime.timedelta):
+            seconds = duration.total_seconds()
+        elif isinstance(duration, str):
+            seconds = None
             parts = duration.split(":")
-            ok = 3 <= len(parts) <= 4 and all(part.isdecimal() for part in parts)
-            seconds = (
-                sum(int(p) * n for p, n in zip(parts[::-1], (1, 60, 3600, 86400), strict=False))
-                if ok
-                else None
-            )
-        ok = _number(seconds) and seconds > 0
-        _check(self, "duration", duration, ok, "give seconds above 0, a timedelta, or 'HH:MM:SS'")
+            if 3 <= len(parts) <= 4 and all(part.isdecimal() for part in parts):
+                unit_seconds = (1, 60, 3600, 86400)  # of a second, minute, hour and day
+                pairs = zip(reversed(parts), unit_seconds, strict=False)
+                seconds = sum(int(part) * unit for part, unit in pairs)
+        ok = _is_finite_number(seconds) and seconds > 0
+        _check_setting(
+            self, "duration", duration, ok, "give seconds above 0, a timedelta, or 'HH:MM:SS'"
+        )
         return float(seconds)
 
     @property
     def elapsed(self) -> float:
-        """Seconds of training so far."""
-        return (
-            self._seconds_before + time.monotonic() - self._started_at
-            if self._started_at
-            else self._seconds_before
-        )
+        """The seconds of training so far."""
+        if not self._started_at:  # fit() is not running
+            return self._seconds_before
+        return self._seconds_before + time.monotonic() - self._started_at
 
     def on_fit_start(self, context: Context) -> None:
         self._started_at = time.monotonic()
@@ -373,8 +412,10 @@ class Timer(Callback):
 
 
 class LambdaCallback(Callback):
-    """Functions of a Context by the names of events: LambdaCallback(on_epoch_end=lambda c:
-    print(c.record)). Raises ConfigError: there is no such event.
+    """A callback of functions, by the names of events.
+
+    For example, LambdaCallback(on_epoch_end=lambda context: print(context.record)). Raises
+    ConfigError for an unknown event.
     """
 
     own_code = True
@@ -389,7 +430,9 @@ class LambdaCallback(Callback):
             setattr(
                 self,
                 name,
-                _check(self, name, function, callable(function), "give a function of a Context"),
+                _check_setting(
+                    self, name, function, callable(function), "give a function of a Context"
+                ),
             )
 
     def __repr__(self) -> str:

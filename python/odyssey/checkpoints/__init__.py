@@ -14,6 +14,6 @@ __getattr__, __dir__, __all__ = attach(
         "checkpoints.manifest": "Manifest environment_key read_key",
         "checkpoints.snapshot": "Snapshot",
         "checkpoints.store": "Refused Store",
-        "checkpoints.trainable": "Evaluation History Step",
+        "checkpoints.trainable": "Evaluation History Mode Step",
     },
 )

@@ -1,9 +1,9 @@
-"""The header of a safetensors file, and which tensors a checkpoint may have.
+"""The header of a safetensors file, and the tensors that a checkpoint may have.
 
 A file is 8 bytes (length of the JSON, little-endian), the JSON, then the data of all tensors
-without gaps. Format: https://github.com/huggingface/safetensors. No header is ever parsed: the
-manifest names a file's tensors, and there is one header for them, which the file must begin with
-(reader.py).
+without gaps. Format: https://github.com/huggingface/safetensors. odyssey never parses a header.
+The manifest lists the tensors of a file, and there is exactly one header for them. reader.py
+encodes that header and compares it with the start of the file.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,12 +35,15 @@ DTYPES = {
 }
 _WIDTHS = {name: np.dtype(code).itemsize for name, code in DTYPES.items()}
 _NAMES = {code: name for name, code in DTYPES.items() if name != "BF16"}
-_CHARACTERS = re.compile(r"[A-Za-z0-9_./-]+")
+_OTHER_CHARACTERS = re.compile(r"[^A-Za-z0-9_./-]+")
+_CHARACTERS = re.compile(r"(?:[A-Za-z0-9_./-]|%[0-9A-F]{2})+")
 
 
 class ElementRun(NamedTuple):
-    """Elements of a tensor in C order: `count` times `length` of them, from `start` on, `step`
-    apart.
+    """Some elements of a tensor, in C order: `count` rows of `length` elements.
+
+    The first row starts at element `start`, and each row starts `step` elements after the one
+    before. For example, columns 2 to 4 of a (10, 8) tensor are ElementRun(2, 3, 8, 10).
     """
 
     start: int
@@ -56,39 +60,44 @@ class ElementRun(NamedTuple):
         return self.start + (self.count - 1) * self.step + self.length
 
     def spans(self, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
-        """Elements lo to hi of the run: (number in the run, number in the tensor, how many
-        follow each other).
+        """Yields the elements lo to hi of the run, cut at the ends of rows.
+
+        Each item is (index in the run, index in the tensor, number of elements in a row).
         """
         while lo < hi:
             row, column = divmod(lo, self.length)
-            n = min(self.length - column, hi - lo)
-            yield lo, self.start + row * self.step + column, n
-            lo += n
+            count = min(self.length - column, hi - lo)
+            yield lo, self.start + row * self.step + column, count
+            lo += count
 
 
-def rows(runs: list[tuple[int, int]]) -> list[ElementRun]:
-    """Runs (start, length) in their order, where neighbours of one length that are equally far
-    apart are one.
+def merge_runs(runs: list[tuple[int, int]]) -> list[ElementRun]:
+    """Returns rows (start, length) as few ElementRuns, in the same order.
+
+    Successive rows of one length become one run if they are equally far apart.
     """
     merged: list[ElementRun] = []
-    for start, n in runs:
+    for start, length in runs:
         last = merged[-1] if merged else None
+        # the second row of a run decides the distance between its rows
         if (
             last
-            and last.length == n
+            and last.length == length
             and (last.count == 1 or start - last.start == last.count * last.step)
         ):
-            merged[-1] = last._replace(
-                step=(start - last.start) // last.count, count=last.count + 1
-            )
+            step = (start - last.start) // last.count
+            merged[-1] = last._replace(step=step, count=last.count + 1)
         else:
-            merged.append(ElementRun(start, n, n, 1))
+            merged.append(ElementRun(start, length, step=length, count=1))
     return merged
 
 
 class Entry(NamedTuple):
-    """One tensor of a file, or `run` of one of shape `whole`: bytes `begin` to `end` of what
-    follows the header.
+    """One tensor of a file, or a part of a tensor.
+
+    begin, end: its bytes, counted from the end of the header.
+    whole, run: of a part, the shape of its tensor and the elements that the part holds; otherwise
+        None. `shape` is then that of the part, (run.size,).
     """
 
     name: str
@@ -105,36 +114,68 @@ class Entry(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str]:
-        """Returns, of a part, the stem of the file that its tensor would be in otherwise, and
-        the tensor's name.
+        """The stem and the name of the tensor that a part belongs to.
+
+        The stem is that of the file in which a checkpoint of whole tensors has the tensor. The
+        part is called STEM/NAME/START (see `TensorSlice.key`).
         """
         stem, _, name = self.name.rpartition("/")[0].partition("/")
         return stem, name
 
 
-def name_problem(name: Any) -> str | None:
-    """Returns what is wrong with the name of a tensor; None if nothing is."""
+def find_name_problem(name: Any) -> str | None:
+    """Returns the reason why a tensor cannot have this name; None if it can."""
     if type(name) is not str or not 1 <= len(name) <= NAME_LIMIT or not _CHARACTERS.fullmatch(name):
-        return f"a tensor's name is 1 to {NAME_LIMIT} characters of A-Z a-z 0-9 _ . / -"
+        return (
+            f"a tensor's name is 1 to {NAME_LIMIT} characters of A-Z a-z 0-9 _ . / -, and %XX for "
+            "bytes of others"
+        )
     if name.startswith("/") or ".." in name.split("/"):
         return "a tensor's name is neither absolute nor has .. in it"
-    return None
+    # One way to write a name, so that two entries cannot be one tensor.
+    try:
+        is_canonical = encode_name(decode_name(name)) == name
+    except UnicodeDecodeError:
+        is_canonical = False
+    return None if is_canonical else "the %XX of a tensor's name are UTF-8 of other characters"
+
+
+def encode_name(name: str) -> str:
+    """Returns the name that a tensor has in files: bytes of characters other than A-Z a-z 0-9 _ .
+    / - as %XX, as in URLs (RFC 3986).
+    """
+    return _OTHER_CHARACTERS.sub(
+        lambda match: "".join(f"%{byte:02X}" for byte in match[0].encode("utf-8", "replace")), name
+    )
+
+
+def decode_name(name: str) -> str:
+    """Returns the tensor's own name. `encode_name` is the inverse.
+
+    Raises UnicodeDecodeError: the bytes are no UTF-8.
+    """
+    return urllib.parse.unquote(name, errors="strict")
 
 
 def check_tensor(name: Any, dtype: Any, shape: Any, offsets: Any, space: int) -> Entry:
-    """The tensor that a file describes; CheckpointError if it cannot be one within `space` bytes
-    of data.
+    """Returns the tensor that a manifest describes with these values.
+
+    offsets: its first byte and the byte after its last one, in the data of the file.
+    space: the size of the file in bytes.
+
+    Raises:
+        CheckpointError: a value is not allowed, or the tensor does not fit into `space`.
     """
-    problem = name_problem(name)
+    problem = find_name_problem(name)
     if problem:
         raise CheckpointError(f"{ascii(name)[:80]}: {problem}")
     if type(dtype) is not str or dtype not in DTYPES:
         raise CheckpointError(f"{name}: dtype {ascii(dtype)[:40]} is none of {' '.join(DTYPES)}")
-    if not _whole_numbers(shape) or len(shape) > RANK_LIMIT:
+    if not _are_sizes(shape) or len(shape) > RANK_LIMIT:
         raise CheckpointError(
             f"{name}: a shape is at most {RANK_LIMIT} whole numbers, not {ascii(shape)[:60]}"
         )
-    if not _whole_numbers(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= space:
+    if not _are_sizes(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= space:
         raise CheckpointError(
             f"{name}: bytes {ascii(offsets)[:60]} are not within the {space} bytes of data"
         )
@@ -147,7 +188,7 @@ def check_tensor(name: Any, dtype: Any, shape: Any, offsets: Any, space: int) ->
 
 
 def check_tiling(tensors: list[Entry], space: int) -> None:
-    """Refuses tensors that leave gaps, overlap, or do not fill the data exactly."""
+    """Raises CheckpointError if tensors leave gaps, overlap, or do not fill `space` bytes."""
     offset = 0
     for tensor in sorted(tensors, key=lambda tensor: (tensor.begin, tensor.end)):
         if tensor.begin != offset:
@@ -160,58 +201,76 @@ def check_tiling(tensors: list[Entry], space: int) -> None:
         raise CheckpointError(f"the tensors fill {offset} bytes, the file has {space} of data")
 
 
-def check_part(tensor: Entry, whole: Any, run: Any) -> Entry:
-    """The tensor of a file as a part of another one; CheckpointError if it cannot be."""
+def check_part(tensor: Entry, full_shape: Any, run: Any) -> Entry:
+    """Returns the tensor of a file as a part of a tensor of shape `full_shape`.
+
+    run: start, length, step and count of its elements, as in ElementRun.
+
+    Raises:
+        CheckpointError: it cannot be such a part.
+    """
     if (
-        not _whole_numbers(whole)
-        or len(whole) > RANK_LIMIT
-        or not _whole_numbers(run)
+        not _are_sizes(full_shape)
+        or len(full_shape) > RANK_LIMIT
+        or not _are_sizes(run)
         or len(run) != 4
     ):
         raise CheckpointError(
-            f"{tensor.name}: whole and run are whole numbers, not {ascii([whole, run])[:80]}"
+            f"{tensor.name}: whole and run are whole numbers, not {ascii([full_shape, run])[:80]}"
         )
     element_run = ElementRun(*run)
-    name = tensor.key[1]
-    fits = element_run.count == 1 or element_run.length <= element_run.step
+    _, name = tensor.key
+    rows_overlap = element_run.count > 1 and element_run.length > element_run.step
     if (
         not name
-        or not fits
+        or rows_overlap
         or element_run.count < 1
         or (element_run.size,) != tensor.shape
-        or element_run.stop > math.prod(whole)
+        or element_run.stop > math.prod(full_shape)
     ):
         raise CheckpointError(
-            f"{tensor.name}: {ascii(run)[:80]} is no part of a tensor of shape {ascii(whole)[:80]}"
+            f"{tensor.name}: {ascii(run)[:80]} is no part of a tensor of shape "
+            f"{ascii(full_shape)[:80]}"
         )
-    return tensor._replace(whole=tuple(whole), run=element_run)
+    return tensor._replace(whole=tuple(full_shape), run=element_run)
 
 
 def check_parts(parts: Sequence[Entry]) -> None:
-    """Refuses parts of one tensor that leave gaps, overlap, or are of several kinds."""
+    """Raises CheckpointError if the parts of one tensor leave gaps, overlap, or do not match."""
     first = parts[0]
+    tensor_name = "/".join(first.key)
     size = math.prod(first.whole or ())
-    if any((one.dtype, one.whole) != (first.dtype, first.whole) for one in parts):
-        raise CheckpointError(f"{'/'.join(first.key)}: its parts are of several dtypes or shapes")
-    runs = [one.run for one in parts if one.run is not None and one.run.size]
+    if any((part.dtype, part.whole) != (first.dtype, first.whole) for part in parts):
+        raise CheckpointError(f"{tensor_name}: its parts are of several dtypes or shapes")
+    runs = [part.run for part in parts if part.run is not None and part.run.size]
+    # the limit of rows comes before the arrays below, which have one element per row
     if sum(run.size for run in runs) != size or sum(run.count for run in runs) > ROWS_LIMIT:
         raise CheckpointError(
-            f"{'/'.join(first.key)}: its parts are not {size} elements in at most {ROWS_LIMIT} rows"
+            f"{tensor_name}: its parts are not {size} elements in at most {ROWS_LIMIT} rows"
         )
-    starts = np.concatenate(
-        [np.zeros(0, np.int64), *(run.start + run.step * np.arange(run.count) for run in runs)]
-    )
+    if not runs:
+        return
+    starts = np.concatenate([run.start + run.step * np.arange(run.count) for run in runs])
     lengths = np.repeat([run.length for run in runs], [run.count for run in runs])
     order = np.argsort(starts)
-    if len(runs) and (starts[order] != np.concatenate([[0], np.cumsum(lengths[order])[:-1]])).any():
-        raise CheckpointError(f"{'/'.join(first.key)}: its parts leave a gap, or overlap")
+    # in order, each row must start where the one before it ends
+    expected_starts = np.concatenate([[0], np.cumsum(lengths[order])[:-1]])
+    if (starts[order] != expected_starts).any():
+        raise CheckpointError(f"{tensor_name}: its parts leave a gap, or overlap")
 
 
 def encode_header(tensors: Sequence[Entry]) -> bytes:
-    """The header of a file with these tensors: length and JSON."""
+    """Returns the header of a file with these tensors: the length and the JSON.
+
+    Spaces at the end of the JSON align the data to LENGTH_BYTES.
+    """
     entries = {
-        t.name: {"dtype": t.dtype, "shape": t.shape, "data_offsets": [t.begin, t.end]}
-        for t in tensors
+        tensor.name: {
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "data_offsets": [tensor.begin, tensor.end],
+        }
+        for tensor in tensors
     }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % LENGTH_BYTES)
@@ -219,13 +278,24 @@ def encode_header(tensors: Sequence[Entry]) -> bytes:
 
 
 def make_header(forms: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> tuple[bytes, list[Entry]]:
-    """The header for tensors of these dtypes and shapes (length and JSON), and their places in
-    the order of the data. Wide dtypes come first, so each tensor is aligned; then by name:
-    the same arrays give the same bytes. Raises OutputError: a name or a dtype that the
-    format, or its limits, do not have.
+    """Returns the header of a file with tensors of these dtypes and shapes, and its entries.
+
+    The entries are in the order of the data. Wide dtypes come first, so each tensor is aligned.
+    Tensors of one width are ordered by name, so the same arrays result in the same bytes.
+
+    forms: dtype and shape by name.
+
+    Raises:
+        OutputError: the format, or its limits, do not allow a name, a dtype, a rank or the number
+            of tensors.
     """
+
+    def order_of(form: tuple[str, tuple[np.dtype, tuple[int, ...]]]) -> tuple[int, str]:
+        name, (dtype, _) = form
+        return -dtype.itemsize, name
+
     for name, (dtype, shape) in forms.items():
-        problem = name_problem(name)
+        problem = find_name_problem(name)
         if problem is None and dtype.str not in _NAMES:
             problem = f"dtype {dtype} cannot be saved; {' '.join(sorted(_NAMES.values()))} can"
         if problem is None and len(shape) > RANK_LIMIT:
@@ -236,9 +306,7 @@ def make_header(forms: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> tuple[
         raise OutputError(f"{len(forms)} tensors in one file are more than {TENSORS_LIMIT}")
     tensors = []
     offset = 0
-    for name, (dtype, shape) in sorted(
-        forms.items(), key=lambda item: (-item[1][0].itemsize, item[0])
-    ):
+    for name, (dtype, shape) in sorted(forms.items(), key=order_of):
         end = offset + math.prod(shape) * dtype.itemsize
         tensors.append(Entry(name, _NAMES[dtype.str], shape, offset, end))
         offset = end
@@ -251,7 +319,8 @@ def make_header(forms: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> tuple[
     return header, tensors
 
 
-def _whole_numbers(value: Any) -> bool:
+def _are_sizes(value: Any) -> bool:
+    """Returns True for a list of whole numbers from 0; a bool is not a number here."""
     return type(value) is list and all(
-        type(one) is int and 0 <= one < INTEGER_LIMIT for one in value
+        type(number) is int and 0 <= number < INTEGER_LIMIT for number in value
     )

@@ -1,7 +1,7 @@
-"""One writer per directory of checkpoints: who holds the file `.lock` (docs/checkpoints.md), and
-is named in it.
+"""One writer per directory of checkpoints: the process that holds the file `.lock`
+(docs/checkpoints.md) and is recorded in it.
 
-Where there is no flock, what the file says decides.
+On file systems without flock the record alone decides.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..base.files import LockFile
-from ..base.hooks import gone
+from ..base.hooks import has_ended
 from ..errors import OutputError, printable
 from .writer import host_name
 
@@ -22,7 +22,7 @@ PATIENCE = 2.0  # seconds: a killed process may still be ending
 
 
 class Holder(NamedTuple):
-    """Who holds a directory."""
+    """The process that holds a directory."""
 
     host: str
     pid: int
@@ -35,59 +35,68 @@ class Holder(NamedTuple):
 
     @property
     def dead(self) -> bool:
-        """Returns whether it is a process of this machine, and gone for certain."""
-        return self.host == host_name() and gone(self.pid)
+        """True if it was a process of this machine, and has certainly ended."""
+        return self.host == host_name() and has_ended(self.pid)
 
 
 class DirectoryLock:
-    """Holds a directory from when it is made until `release`."""
+    """The lock of a directory, held from the constructor until `release`."""
 
     def __init__(self, folder: Path, attempt: int) -> None:
-        """Raises OutputError: somebody else holds it. OSError: the file cannot be made."""
+        """Waits up to PATIENCE for the lock.
+
+        Raises:
+            OutputError: another process holds it.
+            OSError: the file cannot be made.
+        """
         self._place = printable(str(folder))
         self.path = folder / NAME
-        self.mine = Holder(host_name(), os.getpid(), attempt)
-        self._file: LockFile | None = self._take()
+        self.own_record = Holder(host_name(), os.getpid(), attempt)
+        self._file: LockFile | None = self._acquire_lock()
 
     def check(self) -> None:
         """Raises OutputError if another process has taken the directory meanwhile."""
         assert self._file is not None
         try:
-            if self._file.in_place() and _holder(self._file) == self.mine:
+            if self._file.in_place() and _read_holder(self._file) == self.own_record:
                 return
             current_file = LockFile(self.path, os.O_RDONLY)
-            holder = str(_holder(current_file) or "another process")
+            holder = str(_read_holder(current_file) or "another process")
             current_file.release(empty=False)
         except OSError as problem:
             holder = f"nobody ({self.path.name}: {problem.strerror})"
         raise OutputError(
-            f"{self._place} is held by {holder} now, not by {self.mine}: nothing is written"
+            f"{self._place} is held by {holder} now, not by {self.own_record}: nothing is written"
         )
 
     def release(self) -> None:
-        """Gives it back."""
+        """Releases the lock. Does nothing if it is released already."""
         if self._file is not None:
-            self._file.release(empty=_holder(self._file) == self.mine)
+            self._file.release(empty=_read_holder(self._file) == self.own_record)
             self._file = None
 
-    def _take(self) -> LockFile:
+    def _acquire_lock(self) -> LockFile:
+        """Returns the lock file once this process holds it.
+
+        An earlier attempt that still holds it loses it, because only the latest attempt of a run
+        may write. Raises as the constructor.
+        """
         deadline = time.monotonic() + PATIENCE
         while True:
             file = LockFile(self.path)
             try:
-                if self._try(file):
+                if self._try_acquire(file):
                     return file
-                holder = _holder(file)
-                if holder is not None and holder.attempt < self.mine.attempt:
-                    new_file = self._take_over()
+                holder = _read_holder(file)
+                if holder is not None and holder.attempt < self.own_record.attempt:
+                    new_file = self._replace_lock_file()
                     file.release(empty=False)
                     return new_file
                 if time.monotonic() > deadline:
                     holder_name = holder or "another process"
                     raise OutputError(
                         f"[checkpoint] {self._place} is in use by {holder_name}; wait, or give "
-                        "another "
-                        "directory"
+                        "another directory"
                     )
             except BaseException:
                 file.release(empty=False)
@@ -95,30 +104,36 @@ class DirectoryLock:
             file.release(empty=False)
             time.sleep(0.05)
 
-    def _try(self, file: LockFile) -> bool:
+    def _try_acquire(self, file: LockFile) -> bool:
+        """Returns True if this process now holds the lock file, and is recorded in it."""
         acquired = file.take()
-        if acquired is None:
-            holder = _holder(file)
+        if acquired is None:  # no flock on this file system
+            holder = _read_holder(file)
             acquired = (
                 holder is None
                 or holder.dead
-                or holder == self.mine
-                or holder.attempt < self.mine.attempt
+                or holder == self.own_record
+                or holder.attempt < self.own_record.attempt
             )
         if not acquired or not file.in_place():  # it was replaced meanwhile
             return False
-        file.write(self.mine._asdict(), durable=True)
+        file.write(self.own_record._asdict(), durable=True)
         return True
 
-    def _take_over(self) -> LockFile:
-        """Puts a new file in the place of one that an earlier attempt still holds."""
+    def _replace_lock_file(self) -> LockFile:
+        """Replaces the lock file, which an earlier attempt still holds, with a new one; returns it.
+
+        The record is written before the new file gets the name, so nobody reads an empty one.
+        """
         new_file = LockFile(
-            self.path.with_name(f"{NAME}.{self.mine.attempt}.{self.mine.host}.{self.mine.pid}")
+            self.path.with_name(
+                f"{NAME}.{self.own_record.attempt}.{self.own_record.host}.{self.own_record.pid}"
+            )
         )
         try:
             with contextlib.suppress(OSError):
                 new_file.take()
-            new_file.write(self.mine._asdict(), durable=True)
+            new_file.write(self.own_record._asdict(), durable=True)
             os.rename(new_file.path, self.path)
         except BaseException:
             new_file.release()
@@ -129,11 +144,11 @@ class DirectoryLock:
         return new_file
 
 
-def _holder(file: LockFile) -> Holder | None:
-    """Who a lock file names; None where it names nobody, or is torn."""
+def _read_holder(file: LockFile) -> Holder | None:
+    """Returns the process that is recorded in a lock file; None if the record is empty or torn."""
     try:
         holder = Holder(**file.read())
     except TypeError:
         return None
-    right = type(holder.host) is str and type(holder.pid) is int and type(holder.attempt) is int
-    return holder if right and holder.pid > 0 and holder.attempt >= 0 else None
+    has_types = type(holder.host) is str and type(holder.pid) is int and type(holder.attempt) is int
+    return holder if has_types and holder.pid > 0 and holder.attempt >= 0 else None

@@ -1,8 +1,8 @@
-"""manifest.json: what a checkpoint consists of, with a SHA-256 for every part and one for itself.
+"""manifest.json: the contents of a checkpoint, with a SHA-256 for every part and one for itself.
 
-There is exactly one text for given content, and only that text is accepted: a changed byte anywhere
-is found. With a key, an HMAC-SHA256 says as well that somebody who has the key wrote it; a checksum
-alone says nothing about who did.
+There is exactly one text for some content, and only that text is accepted, so a changed byte
+anywhere is detected. A checksum proves nothing about the writer. With a key, an HMAC-SHA256 also
+proves that the writer had the key.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ from .header import (
     check_parts,
     check_tensor,
     check_tiling,
+    decode_name,
 )
 from .snapshot import SUFFIX, is_file_name
 
 NAME = "manifest.json"
 FORMAT = "odyssey checkpoint"
-WHOLE, PARTS = VERSIONS = (1, 2)  # of the format: whole tensors; parts of tensors
+# Versions of the format. 2 and 4 have files with parts of tensors. 3 and 4 have the values that the
+# walk has captured (capture/), which older releases would ignore.
+WHOLE, PARTS, CAPTURED_WHOLE, CAPTURED_PARTS = VERSIONS = (1, 2, 3, 4)
 MAX_BYTES = 64 << 20
 FILES_LIMIT = 1 << 14
 KEY_FILE = "ODYSSEY_CHECKPOINT_KEY_FILE"  # names a key file where no option does
@@ -43,8 +46,10 @@ _PART_KEYS = (*_TENSOR_KEYS, "whole", "run")
 
 
 class File(NamedTuple):
-    """One safetensors file: its size in bytes, its tensors in the order of its header, and their
-    digests (hex).
+    """One safetensors file.
+
+    size: bytes of the file.
+    tensors, digests: its tensors in the order of the header, and the SHA-256 of each in hex.
     """
 
     name: str
@@ -55,9 +60,9 @@ class File(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """Contents of a checkpoint.
+    """The contents of a checkpoint.
 
-    `signed` says that a MAC is there, which is worth something only where a key is.
+    signed: True if it has a MAC, which proves something only to a reader with the key.
     """
 
     step: int
@@ -74,55 +79,61 @@ class Manifest(NamedTuple):
     @property
     def version(self) -> int:
         """Version of the format."""
-        return (
-            PARTS
-            if any(one.run is not None for file in self.files for one in file.tensors)
-            else WHOLE
-        )
+        has_parts = any(entry.run is not None for file in self.files for entry in file.tensors)
+        if "captured" in self.values:
+            return CAPTURED_PARTS if has_parts else CAPTURED_WHOLE
+        return PARTS if has_parts else WHOLE
 
     @property
     def tensors(self) -> dict[tuple[str, str], list[tuple[File, Entry, str]]]:
-        """Returns the parts of each tensor, by (stem, name): each a tensor of a file, and its
-        digest.
+        """The parts of each tensor, by (stem, name).
+
+        Each part is (file, its entry in that file, its SHA-256). A whole tensor has one part.
         """
         parts_by_tensor: dict[tuple[str, str], list[tuple[File, Entry, str]]] = {}
         for file in self.files:
-            for one, digest in zip(file.tensors, file.digests, strict=True):
-                key = (file.name.removesuffix(SUFFIX), one.name) if one.run is None else one.key
-                parts_by_tensor.setdefault(key, []).append((file, one, digest))
+            stem = file.name.removesuffix(SUFFIX)
+            for entry, digest in zip(file.tensors, file.digests, strict=True):
+                entry_stem, name = (stem, entry.name) if entry.run is None else entry.key
+                key = entry_stem, decode_name(name)
+                parts_by_tensor.setdefault(key, []).append((file, entry, digest))
         return parts_by_tensor
 
     def same_content(self, other: Manifest) -> bool:
-        """Returns whether the two say the same, whoever wrote them."""
+        """Returns True if step, values and files are the same, whoever wrote them."""
         return (self.step, self.values, self.files) == (other.step, other.values, other.files)
 
     def encoded(self, key: bytes | None = None) -> bytes:
-        """The text of the file; signed if there is a key."""
-        body = self._body()
+        """Returns the text of the file, signed if there is a key."""
+        body = self._encode_body()
         mac = None if key is None else hmac.new(key, body, hashlib.sha256).hexdigest()
-        return body + _end(body, mac)
+        return body + _encode_end(body, mac)
 
-    def _body(self) -> bytes:
-        """Everything but the digests.
+    def _encode_body(self) -> bytes:
+        """Returns the text up to the digests at its end, which are computed of it.
 
-        One line per tensor: it can be read, and compared with diff.
+        Each tensor has a line, so that people can read it and compare two with diff.
         """
-        head = {
+        head: dict[str, Any] = {
             "format": FORMAT,
             "version": self.version,
             "step": self.step,
             "attempt": self.attempt,
         }
         head["values"] = self.values
-        lines = [f'"{name}":{_text(value)}' for name, value in head.items()]
-        files = ",\n".join(file_text(file) for file in self.files)
+        lines = [f'"{name}":{_encode_value(value)}' for name, value in head.items()]
+        files = ",\n".join(encode_file(file) for file in self.files)
         return ("{\n" + ",\n".join([*lines, f'"files":[\n{files}\n]'])).encode()
 
 
 def parse_manifest(data: bytes, key: bytes | None = None) -> Manifest:  # noqa: C901
-    """The manifest that these bytes are.
+    """Returns the manifest in these bytes.
 
-    Raises CheckpointError: they are none, or changed, or lack a MAC by `key`.
+    The values are checked first. Then the manifest is encoded again and must result in the same
+    bytes, because only that text is accepted.
+
+    Raises:
+        CheckpointError: the bytes are no manifest, were changed, or have no MAC of `key`.
     """
     if len(data) > MAX_BYTES:
         raise CheckpointError(f"{NAME} is longer than {MAX_BYTES} bytes")
@@ -135,7 +146,8 @@ def parse_manifest(data: bytes, key: bytes | None = None) -> Manifest:  # noqa: 
     version = content.get("version")
     if type(version) is not int or version not in VERSIONS:
         raise CheckpointError(
-            f"{NAME} has format version {ascii(version)[:40]}; {WHOLE} and {PARTS} can be read"
+            f"{NAME} has format version {ascii(version)[:40]}; versions {VERSIONS[0]} to "
+            f"{VERSIONS[-1]} can be read"
         )
     mac = content.pop("hmac_sha256", None)
     if tuple(content) != _KEYS or not (mac is None or _is_digest(mac)):
@@ -149,20 +161,21 @@ def parse_manifest(data: bytes, key: bytes | None = None) -> Manifest:  # noqa: 
     files = content["files"]
     if type(files) is not list or not 0 < len(files) <= FILES_LIMIT:
         raise CheckpointError(f"{NAME}: files is a list of 1 to {FILES_LIMIT}")
-    parsed_files = tuple(file_of(file, version == PARTS) for file in files)
+    has_parts = version in (PARTS, CAPTURED_PARTS)
+    parsed_files = tuple(parse_file(file, has_parts) for file in files)
     if len({file.name for file in parsed_files}) < len(parsed_files):
         raise CheckpointError(f"{NAME} names a file twice")
     manifest = Manifest(
         content["step"], content["attempt"], content["values"], parsed_files, signed=mac is not None
     )
-    if version == PARTS:
+    if has_parts:
         for parts in manifest.tensors.values():
-            check_parts([one for _, one, _ in parts])
+            check_parts([entry for _, entry, _ in parts])
     try:
-        body = manifest._body()
+        body = manifest._encode_body()
     except ValueError:  # a number such as 1e999
         raise CheckpointError(f"{NAME} holds a number that is not finite") from None
-    if data != body + _end(body, mac):
+    if data != body + _encode_end(body, mac):
         raise CheckpointError(f"{NAME} does not match its SHA-256")
     if key is not None:
         if mac is None:
@@ -173,8 +186,11 @@ def parse_manifest(data: bytes, key: bytes | None = None) -> Manifest:  # noqa: 
 
 
 def read_key(path: Path) -> bytes:
-    """The key in a file: its bytes without spaces and line ends around them, at least 16; for
-    its owner's eyes only. Raises ConfigError: the file cannot be a key.
+    """Returns the key in a file: its bytes, without white space around them.
+
+    Raises:
+        ConfigError: the file cannot be read, its key is not 16 to 4096 bytes long, or other users
+            may read it.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -195,19 +211,24 @@ def read_key(path: Path) -> bytes:
 
 
 def environment_key() -> bytes | None:
-    """The key that ODYSSEY_CHECKPOINT_KEY_FILE names, None without it.
+    """Returns the key in the file of ODYSSEY_CHECKPOINT_KEY_FILE; None if that is not set.
 
-    Raises ConfigError as `read_key`.
+    Raises:
+        ConfigError: as `read_key`.
     """
     path = os.environ.get(KEY_FILE)
     return read_key(Path(path)) if path else None
 
 
-def sealed(found: Manifest, key: bytes | None) -> bytes:
-    """The text of a manifest. Raises OutputError: it could not be read again as it is."""
-    text = found.encoded(key)
+def encode_checked(manifest: Manifest, key: bytes | None) -> bytes:
+    """Returns the text of a manifest, after a check that it can be read again.
+
+    Raises:
+        OutputError: reading the text fails, or results in another manifest.
+    """
+    text = manifest.encoded(key)
     try:
-        readable = parse_manifest(text, key) == found
+        readable = parse_manifest(text, key) == manifest
     except CheckpointError as problem:
         raise OutputError(f"it could not be read again: {problem}") from None
     if not readable:
@@ -215,10 +236,13 @@ def sealed(found: Manifest, key: bytes | None) -> bytes:
     return text
 
 
-def file_of(entry: Any, parts: bool = True) -> File:
-    """A file with parts of tensors, or with whole ones.
+def parse_file(entry: Any, parts: bool = True) -> File:
+    """Returns the file that an entry of a manifest describes.
 
-    Raises CheckpointError: the entry is of none.
+    parts: its tensors are parts of tensors.
+
+    Raises:
+        CheckpointError: the entry does not describe such a file.
     """
     if type(entry) is not dict or tuple(entry) != _FILE_KEYS:
         raise CheckpointError(f"{NAME}: a file has the entries {' '.join(_FILE_KEYS)}")
@@ -234,18 +258,22 @@ def file_of(entry: Any, parts: bool = True) -> File:
             f"{NAME}: {name}: {len(tensors)} tensors are more than {TENSORS_LIMIT}"
         )
     try:
-        parsed_tensors = tuple(_parse_tensor(one, size, parts) for one in tensors)
-        check_tiling(list(parsed_tensors), sum(one.nbytes for one in parsed_tensors))
+        parsed_tensors = tuple(_parse_tensor(tensor, size, parts) for tensor in tensors)
+        check_tiling(list(parsed_tensors), sum(tensor.nbytes for tensor in parsed_tensors))
     except CheckpointError as problem:
         raise CheckpointError(f"{NAME}: {name}: {problem}") from None
-    if len({one.name for one in parsed_tensors}) < len(parsed_tensors):
+    if len({tensor.name for tensor in parsed_tensors}) < len(parsed_tensors):
         raise CheckpointError(f"{NAME}: {name} names a tensor twice")
-    return File(
-        name, size, entry["header_sha256"], parsed_tensors, tuple(one["sha256"] for one in tensors)
-    )
+    digests = tuple(tensor["sha256"] for tensor in tensors)
+    return File(name, size, entry["header_sha256"], parsed_tensors, digests)
 
 
 def _parse_tensor(entry: Any, size: int, part: bool) -> Entry:
+    """Returns the tensor of an entry, in a file of `size` bytes.
+
+    Raises:
+        CheckpointError: the entry does not describe a tensor, or a part if `part` is True.
+    """
     keys = _PART_KEYS if part else _TENSOR_KEYS
     if type(entry) is not dict or tuple(entry) != keys or not _is_digest(entry["sha256"]):
         raise CheckpointError(f"a tensor has the entries {' '.join(keys)}")
@@ -255,27 +283,33 @@ def _parse_tensor(entry: Any, size: int, part: bool) -> Entry:
     return check_part(tensor, entry["whole"], entry["run"]) if part else tensor
 
 
-def file_text(file: File) -> str:
-    """A file as JSON, of whose values `file_of` makes it again."""
+def encode_file(file: File) -> str:
+    """Returns a file as JSON; `parse_file` of its values returns the file again."""
     tensors = ",\n".join(
-        f'{{"name":{_text(one.name)},"dtype":"{one.dtype}","shape":{_text(one.shape)},'
-        f'"data_offsets":[{one.begin},{one.end}],"sha256":"{digest}"{_part_text(one)}}}'
-        for one, digest in zip(file.tensors, file.digests, strict=True)
+        f'{{"name":{_encode_value(entry.name)},"dtype":"{entry.dtype}",'
+        f'"shape":{_encode_value(entry.shape)},"data_offsets":[{entry.begin},{entry.end}],'
+        f'"sha256":"{digest}"{_encode_part(entry)}}}'
+        for entry, digest in zip(file.tensors, file.digests, strict=True)
     )
-    head = f'"name":{_text(file.name)},"size":{file.size},"header_sha256":"{file.header_sha256}"'
+    name = _encode_value(file.name)
+    head = f'"name":{name},"size":{file.size},"header_sha256":"{file.header_sha256}"'
     return f'{{{head},"tensors":[\n{tensors}\n]}}'
 
 
-def _part_text(one: Entry) -> str:
-    return "" if one.run is None else f',"whole":{_text(one.whole)},"run":{_text(one.run)}'
+def _encode_part(entry: Entry) -> str:
+    """Returns the further values of a part as JSON; "" for a whole tensor."""
+    if entry.run is None:
+        return ""
+    return f',"whole":{_encode_value(entry.whole)},"run":{_encode_value(entry.run)}'
 
 
-def _end(body: bytes, mac: str | None) -> bytes:
+def _encode_end(body: bytes, mac: str | None) -> bytes:
+    """Returns the end of a manifest: the SHA-256 of the text before it, and the MAC if any."""
     signature = "" if mac is None else f',\n"hmac_sha256":"{mac}"'
     return f',\n"sha256":"{hashlib.sha256(body).hexdigest()}"{signature}\n}}\n'.encode()
 
 
-def _text(value: Any) -> str:
+def _encode_value(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import NumericsError, OutputError
-from .header import ElementRun
+from .header import ElementRun, encode_name
 
 FINITE = ("parameters", "optimizer")  # files in which a NaN or an infinity is never saved
 SUFFIX = ".safetensors"
@@ -44,8 +44,12 @@ class Snapshot:
 
 
 class TensorSlice(NamedTuple):
-    """A part of a tensor: `run` of `stem`/`name` of shape `whole`, whose element i is i +
-    `shift` of `source` (n,).
+    """A part of a tensor that is to be saved.
+
+    stem, name: the file and the tensor.
+    whole: the shape of the tensor.
+    run: the elements of the tensor that the part holds.
+    source, shift: a flat array with these elements; element i of the tensor is source[i + shift].
     """
 
     stem: str
@@ -57,43 +61,52 @@ class TensorSlice(NamedTuple):
 
     @classmethod
     def of(cls, stem: str, name: str, array: np.ndarray) -> TensorSlice:
-        """A whole tensor."""
-        return cls(
-            stem, name, array.shape, ElementRun(0, array.size, array.size, 1), array.reshape(-1), 0
-        )
+        """Returns all of a tensor as one part."""
+        run = ElementRun(start=0, length=array.size, step=array.size, count=1)
+        return cls(stem, name, array.shape, run, array.reshape(-1), shift=0)
+
+    @property
+    def file_name(self) -> str:
+        """The name of the tensor in a file of whole tensors."""
+        return encode_name(self.name)
 
     @property
     def key(self) -> str:
-        """Its name in a file of parts."""
-        return f"{self.stem}/{self.name}/{self.run.start}"
+        """The name of the part in a file of parts."""
+        return f"{self.stem}/{self.file_name}/{self.run.start}"
 
-    def parts(self, most: int) -> Iterator[np.ndarray]:
-        """Its elements, at most so many at a time, in C order."""
-        for a in range(0, self.run.size, most):
-            cut = [
-                (i + self.shift, n) for _, i, n in self.run.spans(a, min(a + most, self.run.size))
-            ]
-            rows = [self.source[i : i + n] for i, n in cut]
+    def parts(self, limit: int) -> Iterator[np.ndarray]:
+        """Yields the elements in C order, at most `limit` at a time.
+
+        One stretch of memory is yielded as a view, several as a copy.
+        """
+        for start in range(0, self.run.size, limit):
+            stop = min(start + limit, self.run.size)
+            rows = []
+            for _, element, count in self.run.spans(start, stop):
+                source_start = element + self.shift
+                rows.append(self.source[source_start : source_start + count])
             yield rows[0] if len(rows) == 1 else np.concatenate(rows)
 
 
 def step_name(step: int) -> str:
-    """The directory of a step: 120 is `step_00000120`."""
+    """Returns the name of the directory of a step, for example `step_00000120`."""
     return f"step_{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step a directory's name says; None for any other name. Each step has one name."""
+    """Returns the step of a directory's name; None for a name that `step_name` does not return."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 
 def is_file_name(name: str) -> bool:
-    """Returns whether a file of a checkpoint can be called so."""
+    """Returns True if a file of a checkpoint may have this name."""
     return name.endswith(SUFFIX) and _STEM.fullmatch(name[: -len(SUFFIX)]) is not None
 
 
 def check_step(step: Any) -> None:
+    """Raises OutputError if a checkpoint cannot have this step."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
         raise OutputError(
             f"[checkpoint] the step of a checkpoint is a whole number below 10^18, not {step!r}"
@@ -101,7 +114,11 @@ def check_step(step: Any) -> None:
 
 
 def plain_values(step: int, values: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the values as they will be read back: through JSON and back."""
+    """Returns a copy of the values as they will be read back: to JSON and back.
+
+    Raises:
+        OutputError: the values are not JSON.
+    """
     try:
         return json.loads(json.dumps(values, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as problem:
@@ -111,16 +128,16 @@ def plain_values(step: int, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_finite(step: int, stem: str, name: str, array: np.ndarray) -> None:
-    """Refuses NaN and infinities in the files of FINITE; the array is in C order.
+    """Raises NumericsError for NaN or infinities in the files of FINITE.
 
-    The largest and the smallest number say it, without an array of answers; both are NaN if one is.
+    The array is in C order. The largest and the smallest number are enough: both are NaN if one
+    element is. So no array of booleans is needed, as `np.isfinite` would allocate.
     """
     if stem not in FINITE or array.dtype.kind != "f" or array.size == 0:
         return
     flat = array.reshape(-1)
     if not (math.isfinite(np.maximum.reduce(flat)) and math.isfinite(np.minimum.reduce(flat))):
         raise NumericsError(
-            f"[checkpoint] {step_name(step)} is not saved: {stem}/{ascii(name)[1:-1]} holds NaN "
-            "or infinity; "
-            "the checkpoint before it is as it was"
+            f"[checkpoint] {step_name(step)} is not saved: {stem}/{ascii(name)[1:-1]} holds NaN or "
+            "infinity; the checkpoint before it is as it was"
         )

@@ -17,12 +17,12 @@ import numpy as np
 
 from ..base import slot
 from ..base.files import private_directory, read_json
-from ..base.hooks import gone
+from ..base.hooks import has_ended
 from ..base.runs import Run
 from ..errors import CheckpointError, ConfigError, DataError, OdysseyError, OutputError, printable
 from . import reader
 from .lock import DirectoryLock
-from .manifest import File, Manifest, sealed
+from .manifest import File, Manifest, encode_checked
 from .snapshot import (
     Snapshot,
     TensorSlice,
@@ -32,7 +32,16 @@ from .snapshot import (
     step_name,
     step_of,
 )
-from .writer import Aside, begin, host_name, place, remove, saying, settle, write_file
+from .writer import (
+    Aside,
+    finish_replacement,
+    host_name,
+    make_temporary_directory,
+    name_checkpoint_in_errors,
+    place_checkpoint,
+    remove_checkpoint,
+    write_file,
+)
 
 MAX_LOOKS = 5  # at checkpoints that are removed or replaced while they are read
 
@@ -64,12 +73,19 @@ class Store:
         key: bytes | None = None,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`owner` makes the directory, locks it and removes what dead writers left aside;
-        without it nothing is written. `attempt` is that of the run, 0 outside one. With a
-        `key`, manifests are signed and must be. `tell` gets a line for a person, also from
-        another thread. Raises ConfigError: `keep` is less than 2. OutputError: the directory
-        cannot be made, is another job's now, or can be written by anybody and is somebody
-        else's.
+        """Opens a directory.
+
+        keep: the number of valid checkpoints that stay.
+        attempt: the number of the run's attempt; 0 outside a run.
+        owner: True makes the directory, locks it and removes what dead writers left in it. False
+            opens it for reading only.
+        key: signs manifests, and requires that those that are read are signed.
+        tell: receives a line for a person, also from another thread.
+
+        Raises:
+            ConfigError: `keep` is less than 2.
+            OutputError: the directory cannot be made, another job holds it, or it belongs to
+                another user and everybody may write to it.
         """
         if keep < 2:
             raise ConfigError(
@@ -96,7 +112,7 @@ class Store:
             private_directory(self.folder)
             try:
                 self._lock = DirectoryLock(self.folder, attempt)
-                self._sweep()
+                self._remove_leftovers()
             except OSError as problem:
                 raise OutputError(
                     f"[checkpoint] {self._place} cannot be used: {problem.strerror}"
@@ -109,9 +125,10 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """Waits for the save in the background, then gives the directory back.
+        """Waits for the save in the background, then releases the directory.
 
-        Raises what `wait` raises.
+        Raises:
+            OutputError: as `wait`. The directory is released all the same.
         """
         try:
             self.wait()
@@ -125,14 +142,15 @@ class Store:
     # --- reading ----------------------------------------------------------------------------------
 
     def path_of(self, step: int) -> Path:
-        """Where the checkpoint of a step is or would be."""
+        """Returns the path of the checkpoint of a step, whether it exists or not."""
         return self.folder / step_name(step)
 
     def names(self) -> list[str]:
-        """The checkpoints that are there, oldest first, valid or not.
+        """Returns the names of the checkpoints in the directory, oldest first, valid or not.
 
-        Raises CheckpointError: the directory cannot be read, or can be written by anybody and is
-        somebody else's.
+        Raises:
+            CheckpointError: the directory cannot be read, or belongs to another user and
+                everybody may write to it.
         """
         try:
             reader.check_owner(os.stat(self.folder))
@@ -152,22 +170,29 @@ class Store:
         return sorted(checkpoint_names, key=lambda name: step_of(name) or 0)
 
     def newest(self, whole: bool = True) -> tuple[Snapshot | None, list[Refused]]:
-        """The newest checkpoint whose every byte is as it was written, and those that were
-        refused on the way to it; its arrays in memory if `whole`. Raises CheckpointError: the
-        directory itself cannot be read.
+        """Returns the newest valid checkpoint, and the newer ones that were refused.
+
+        The checkpoint is None if there is no valid one. The owner may remove or replace
+        checkpoints meanwhile. A checkpoint that fails because of that is not refused: the
+        directory is listed again, up to MAX_LOOKS times.
+
+        whole: its arrays are in memory; otherwise they are read when they are asked for.
+
+        Raises:
+            CheckpointError: the directory itself cannot be read.
         """
         for look in range(MAX_LOOKS):
             refused: list[Refused] = []
             for name in reversed(self.names()):
                 path = self.folder / name
-                identity_before = _identity(path)
+                identity_before = _identify_directory(path)
                 try:
-                    snapshot, _manifest = reader.load(path, self.key, False, whole)
+                    snapshot, _ = reader.load(path, self.key, follow=False, whole=whole)
                 except CheckpointError as problem:
-                    if identity_before is not None and _identity(path) == identity_before:
+                    if identity_before is not None and _identify_directory(path) == identity_before:
                         refused.append(Refused(path, str(problem)))
                     elif look + 1 < MAX_LOOKS:
-                        break  # its owner is at work: there is another by now
+                        break  # the owner has replaced or removed it: list the directory again
                 else:
                     self._valid.add(name)
                     return snapshot, refused
@@ -176,39 +201,51 @@ class Store:
         return None, refused
 
     def verified(self) -> list[Manifest | Refused]:
-        """Every checkpoint, oldest first: its manifest if every byte is right, or why it is
-        refused; in constant memory. One that its owner removes meanwhile is left out. Raises
-        CheckpointError: as `names`.
+        """Checks every checkpoint in constant memory, oldest first.
+
+        Returns the manifest of each valid one, and a Refused for each other. A checkpoint that its
+        owner removes meanwhile is omitted.
+
+        Raises:
+            CheckpointError: as `names`.
         """
         results: list[Manifest | Refused] = []
         for path in [self.folder / name for name in self.names()]:
             for _ in range(MAX_LOOKS):
-                identity_before = _identity(path)
+                identity_before = _identify_directory(path)
                 try:
                     results.append(reader.verify(path, self.key))
                     break
                 except CheckpointError as problem:
-                    if identity_before is not None and _identity(path) == identity_before:
+                    if identity_before is not None and _identify_directory(path) == identity_before:
                         results.append(Refused(path, str(problem)))
                         break
         return results
 
     def load(self, path: Path | str, whole: bool = True) -> Snapshot:
-        """One checkpoint, wherever it is; its arrays in memory if `whole`.
+        """Returns one checkpoint, which may be in any directory and may be reached by a link.
 
-        Raises CheckpointError: none, or changed.
+        whole: its arrays are in memory; otherwise they are read when they are asked for.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
         """
         path = Path(path)
         try:
-            return reader.load(path, self.key, True, whole)[0]
+            snapshot, _ = reader.load(path, self.key, follow=True, whole=whole)
         except CheckpointError as problem:
             raise CheckpointError(
                 f"[checkpoint] {printable(str(path))} is refused: {problem}"
             ) from problem.__cause__
+        return snapshot
 
     def put_aside(self) -> Path | None:
-        """Moves all checkpoints into a directory beside this one, so that a new training can
-        begin here; None: there are none. Raises OutputError: they cannot be moved.
+        """Moves all checkpoints into a new directory next to this one, and returns its path.
+
+        A new training run can then start here. Returns None if there are no checkpoints.
+
+        Raises:
+            OutputError: they cannot be moved.
         """
         names = self.names()
         if not names:
@@ -216,7 +253,9 @@ class Store:
         places = (
             self.folder.with_name(f"{self.folder.name}-before-{n}") for n in itertools.count(1)
         )
-        aside = next(place for place in places if not place.exists())
+        aside = next(
+            place_checkpoint for place_checkpoint in places if not place_checkpoint.exists()
+        )
         try:
             private_directory(aside)
             for name in os.listdir(self.folder):
@@ -232,52 +271,62 @@ class Store:
     # --- writing ----------------------------------------------------------------------------------
 
     def save(self, snapshot: Snapshot, marks: Sequence[str] = ()) -> Path:
-        """Writes a checkpoint, whole or not at all, removes those too old, returns its directory.
+        """Writes a checkpoint, removes those that are too old, and returns its directory.
 
-        `marks`: see `mark`. One of the same step stays if it is valid and says the same; else it is
-        replaced, unless a later attempt wrote it. Raises NumericsError: parameters or optimizer
-        hold NaN or infinity. OutputError: it cannot be written; the checkpoints before it are as
-        they were.
+        A checkpoint is written completely or not at all. A valid one of the same step with the
+        same content stays. A different one is replaced, unless a later attempt wrote it.
+
+        marks: further names, as in `mark`.
+
+        Raises:
+            NumericsError: parameters or optimizer hold NaN or infinity.
+            OutputError: it cannot be written; the checkpoints before it are as they were.
         """
         self.wait()
         arrays = {
-            stem: {name: np.asarray(one, order="C") for name, one in tensors.items()}
+            stem: {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
             for stem, tensors in snapshot.arrays.items()
         }
-        self._check(snapshot.step)
-        return self._save(
-            Snapshot(snapshot.step, arrays, plain_values(snapshot.step, snapshot.values)), marks
-        )
+        self._check_can_save(snapshot.step)
+        values = plain_values(snapshot.step, snapshot.values)
+        return self._write_checkpoint(Snapshot(snapshot.step, arrays, values), marks)
 
     def save_later(self, snapshot: Snapshot, marks: Sequence[str] = ()) -> None:
         """Copies a snapshot, which may change after the call, and writes it on a thread.
 
-        Waits for the save before it: what that one raised is raised here, and this snapshot is not
-        taken. Raises NumericsError, OutputError: as `save`.
+        It waits for the save before it first. If that one failed, its error is raised here, and
+        this snapshot is not saved.
+
+        Raises:
+            NumericsError, OutputError: as `save`.
         """
         self.wait()
-        self._check(snapshot.step)
+        self._check_can_save(snapshot.step)
+        # Memory of the copies before is used again; it is free, because that save is complete.
         former = self._staged
         self._staged = {}
         for stem, tensors in snapshot.arrays.items():
             self._staged[stem] = {}
-            for name, one in tensors.items():
-                one = np.asarray(one)
+            for name, tensor in tensors.items():
+                array = np.asarray(tensor)
                 copy = former.get(stem, {}).get(name)
-                if copy is None or (copy.shape, copy.dtype) != (one.shape, one.dtype):
-                    copy = snapshot.make(one.shape, one.dtype)  # C order
-                np.copyto(copy, one)
+                if copy is None or (copy.shape, copy.dtype) != (array.shape, array.dtype):
+                    copy = snapshot.make(array.shape, array.dtype)  # C order
+                np.copyto(copy, array)
                 check_finite(snapshot.step, stem, name, copy)
                 self._staged[stem][name] = copy
         staged_snapshot = Snapshot(
             snapshot.step, self._staged, plain_values(snapshot.step, snapshot.values)
         )
-        self._writing = self._thread.submit(self._save, staged_snapshot, marks)
+        self._writing = self._thread.submit(self._write_checkpoint, staged_snapshot, marks)
 
     def mark(self, step: int, names: Sequence[str]) -> None:
-        """Gives the checkpoint of a step further names in this directory, as links.
+        """Gives the checkpoint of a step further names in this directory, such as "best", as links.
 
-        Raises OutputError.
+        A link is made under a temporary name and renamed, so a name never points to nothing.
+
+        Raises:
+            OutputError: a link cannot be made.
         """
         for name in names:
             aside = self.folder / f".{name}.{host_name()}.{os.getpid()}"
@@ -294,53 +343,64 @@ class Store:
     def wait(self) -> None:
         """Waits for the save in the background, if there is one.
 
-        Raises OutputError, once: it failed, as in `save`.
+        Raises:
+            NumericsError, OutputError: that save failed, as in `save`. It is raised only once.
         """
         writing = self._writing
         self._writing = None
         if writing is not None:
             writing.result()
 
-    def _check(self, step: int) -> None:
+    def _check_can_save(self, step: int) -> None:
+        """Raises OutputError if this process may not write, or `step` cannot be a step."""
         if self._lock is None:
             raise OutputError(f"[checkpoint] {self._place} is open for reading only, or closed")
         check_step(step)
 
     def begin(self, step: int) -> Path:
-        """Begins a checkpoint whose files others write into the directory that this gives
-        (write_file).
+        """Starts a checkpoint whose files other processes write, and returns its directory.
+
+        They write into it with `write_file`. `finish` or `abandon` ends it.
+
+        Raises:
+            OutputError: as `save`.
         """
         self.wait()
-        self._check(step)
-        return self._begin(step)
+        self._check_can_save(step)
+        return self._begin_checkpoint(step)
 
-    def _begin(self, step: int) -> Path:
-        with saying(step_name(step), self._place):
-            self._hold()
-            return begin(self.folder, self._aside(step, "tmp"))
+    def _begin_checkpoint(self, step: int) -> Path:
+        """Makes the temporary directory of a step and returns it, on any thread of this process."""
+        with name_checkpoint_in_errors(step_name(step), self._place):
+            self._restore_lock()
+            return make_temporary_directory(self.folder, self._name_aside(step, "tmp"))
 
     def finish(
         self, step: int, values: dict[str, Any], files: Sequence[File], marks: Sequence[str] = ()
     ) -> Path:
-        """Ends what `begin` began, once these files are on the disk; as `save`.
+        """Completes a checkpoint that `begin` started, once its files are on the disk.
 
-        Raises OutputError, as `save`.
+        Returns its directory. Otherwise it does what `save` does: marks, and the removal of old
+        checkpoints.
+
+        Raises:
+            OutputError: as `save`.
         """
         name = step_name(step)
         is_placed = False
-        aside = self._aside(step, "tmp")
+        aside = self._name_aside(step, "tmp")
         manifest = Manifest(step, self.attempt, values, tuple(files), signed=self.key is not None)
         try:
-            with saying(name, self._place):
-                encoded = sealed(manifest, self.key)
+            with name_checkpoint_in_errors(name, self._place):
+                encoded = encode_checked(manifest, self.key)
                 for file in files:
                     if os.stat(self.folder / aside.name / file.name).st_size != file.size:
                         raise OutputError(
                             f"{file.name} is not whole; do all hosts see {self._place}?"
                         )
-                if not self._is_there(name, manifest):
+                if not self._is_saved(name, manifest):
                     self._valid.discard(name)
-                    place(self.folder, aside, encoded, self._check_fence)
+                    place_checkpoint(self.folder, aside, encoded, self._check_may_write)
                     is_placed = True
         finally:
             if not is_placed:
@@ -348,44 +408,46 @@ class Store:
         self._valid.add(name)
         if is_placed:
             try:
-                settle(self.folder, aside)
+                finish_replacement(self.folder, aside)
             except OSError as problem:
                 raise OutputError(
-                    f"[checkpoint] {name} is in place, but {self._place} cannot be flushed to "
-                    "the disk: "
-                    f"{problem.strerror}; a power failure may lose it"
+                    f"[checkpoint] {name} is in place, but {self._place} cannot be flushed to the "
+                    f"disk: {problem.strerror}; a power failure may lose it"
                 ) from problem
         self.mark(step, marks)
         self._remove_old(name)
         return self.path_of(step)
 
     def abandon(self, step: int) -> None:
-        """Removes what `begin` began."""
-        shutil.rmtree(self.folder / self._aside(step, "tmp").name, ignore_errors=True)
+        """Removes the files of a checkpoint that `begin` started."""
+        shutil.rmtree(self.folder / self._name_aside(step, "tmp").name, ignore_errors=True)
 
     @slot.span("write checkpoint")
-    def _save(self, snapshot: Snapshot, marks: Sequence[str]) -> Path:
-        folder = self._begin(snapshot.step)
+    def _write_checkpoint(self, snapshot: Snapshot, marks: Sequence[str]) -> Path:
+        """Writes a checkpoint of arrays that do not change; the rest of `save` and `save_later`."""
+        folder = self._begin_checkpoint(snapshot.step)
 
         def write(stem: str) -> File:
             pieces = [
                 TensorSlice.of(stem, name, array) for name, array in snapshot.arrays[stem].items()
             ]
-            return write_file(folder, stem, snapshot.step, pieces, False)
+            return write_file(folder, stem, snapshot.step, pieces, parts=False)
 
         try:
             nbytes = sum(
-                one.nbytes for tensors in snapshot.arrays.values() for one in tensors.values()
+                array.nbytes for tensors in snapshot.arrays.values() for array in tensors.values()
             )
-            files = reader.in_threads(write, list(snapshot.arrays), nbytes)
+            files = reader.map_in_threads(write, list(snapshot.arrays), nbytes)
         except BaseException:
             self.abandon(snapshot.step)
             raise
         return self.finish(snapshot.step, snapshot.values, files, marks)
 
-    def _hold(self) -> None:
-        """Makes the directory and its lock anew where somebody has removed them: the training is
-        worth more than that, and who has no lock there holds nothing.
+    def _restore_lock(self) -> None:
+        """Makes the directory and its lock again if somebody has removed them.
+
+        Saving continues because the training run is worth more than the lock. A lock file without
+        a name protects nothing, so a new one is needed.
         """
         assert self._lock is not None
         if os.path.lexists(self._lock.path):
@@ -402,9 +464,11 @@ class Store:
         self._valid.clear()
         self.tell(f"[checkpoint] {removed_part} was removed by somebody else, and is made anew")
 
-    def _is_there(self, name: str, manifest: Manifest) -> bool:
-        """Returns whether a valid checkpoint of this name says the same; refuses to replace a
-        later attempt's.
+    def _is_saved(self, name: str, manifest: Manifest) -> bool:
+        """Returns True if a valid checkpoint of this name has the same content.
+
+        Raises:
+            OutputError: a valid one has other content, and a later attempt wrote it.
         """
         path = self.folder / name
         if not os.path.lexists(path):
@@ -422,8 +486,8 @@ class Store:
             )
         return False
 
-    def _check_fence(self) -> None:
-        """Refuses to write when another process or a later attempt has taken over."""
+    def _check_may_write(self) -> None:
+        """Raises OutputError if another process or a later attempt of the run has taken over."""
         assert self._lock is not None
         self._lock.check()
         run = Run.current()
@@ -441,14 +505,19 @@ class Store:
             raise OutputError(f"attempt {self.attempt} is over, attempt {number} writes now")
 
     def _remove_old(self, saved: str) -> None:
-        """Removes what is older than the newest `keep` valid ones; `saved` is one of them."""
+        """Removes the checkpoints that are older than the newest `keep` valid ones.
+
+        saved: the name of one of these, which was written just now.
+        """
         valid_count = 1
         try:
             for name in reversed(self.names()):
                 if name == saved or step_of(name) in self.kept:
                     continue
                 if valid_count >= self.keep:
-                    remove(self.folder / name, self._aside(step_of(name) or 0, "old"))
+                    remove_checkpoint(
+                        self.folder / name, self._name_aside(step_of(name) or 0, "old")
+                    )
                     self._valid.discard(name)
                 elif self._is_valid(name):
                     valid_count += 1
@@ -459,6 +528,7 @@ class Store:
             raise OutputError(f"[checkpoint] {saved} is saved, but {reason}") from problem
 
     def _is_valid(self, name: str) -> bool:
+        """Returns True for a valid checkpoint. Each is verified once."""
         if name not in self._valid:
             try:
                 reader.verify(self.folder / name, self.key)
@@ -467,12 +537,14 @@ class Store:
             self._valid.add(name)
         return True
 
-    def _aside(self, step: int, kind: str) -> Aside:
+    def _name_aside(self, step: int, kind: str) -> Aside:
+        """Returns the Aside of this process for a step."""
         return Aside(step, kind, self.attempt, host_name(), os.getpid())
 
-    def _sweep(self) -> None:
-        """Removes what writers left aside that are gone: of an earlier attempt, or dead
-        processes of this machine.
+    def _remove_leftovers(self) -> None:
+        """Removes the Asides of writers that are gone.
+
+        These are writers of earlier attempts, and processes of this machine that have ended.
         """
         for name in os.listdir(self.folder):
             aside = Aside.parse(name)
@@ -480,7 +552,7 @@ class Store:
                 continue
             on_this_host = aside.host == host_name()
             if aside.attempt < self.attempt or (
-                on_this_host and (aside.pid == os.getpid() or gone(aside.pid))
+                on_this_host and (aside.pid == os.getpid() or has_ended(aside.pid))
             ):
                 shutil.rmtree(self.folder / name, ignore_errors=True)
 
@@ -489,12 +561,25 @@ class Store:
         return printable(str(self.folder))
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Which directory has this name now: another one if the checkpoint was replaced, none if it
-    was removed.
+def _identify_directory(path: Path) -> tuple[int, int] | None:
+    """Returns (device, inode) of the directory at a path; None if it was removed.
+
+    The pair changes when the checkpoint is replaced.
     """
     try:
         status = os.lstat(path)
     except OSError:
         return None
     return status.st_dev, status.st_ino
+
+
+def newest_bytes(folder: Path) -> int | None:
+    """Returns the size of the newest checkpoint in a directory, valid or not; None without one."""
+    try:
+        steps = {step_of(path.name): path for path in folder.iterdir() if path.is_dir()}
+        steps.pop(None, None)
+        if not steps:
+            return None
+        return sum(file.lstat().st_size for file in steps[max(steps)].iterdir())
+    except OSError:
+        return None

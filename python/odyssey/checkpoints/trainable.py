@@ -267,10 +267,23 @@ class Trainable(Protocol):
     numerics: Any  # numerics.NonFinite
     last: Step | None
     workers: int  # that share out a batch
-    base_rate: float  # the learning rate, without what a schedule makes of it
-    in_parts: bool  # ranks have parts of the state that no other rank has
-    partial: bool  # fingerprints() are of this rank's part, to be added up over all ranks
-    state_bytes: int  # about how large a checkpoint is
+    feed: Any  # train.feed.BatchFeed
+
+    @property
+    def base_rate(self) -> float:
+        """The learning rate, without what a schedule makes of it."""
+
+    @property
+    def in_parts(self) -> bool:
+        """True if ranks have parts of the state that no other rank has."""
+
+    @property
+    def partial(self) -> bool:
+        """True if fingerprints() are of this rank's part, to be added up over all ranks."""
+
+    @property
+    def state_bytes(self) -> int:
+        """About how large a checkpoint is, in bytes."""
 
     def say(self, line: str) -> None:
         """One line to the user, from rank 0, without tearing a progress bar; not collective."""
@@ -349,4 +362,4 @@ class Trainable(Protocol):
         """SHA-256 of all weights."""
 
     def read_again(self, loader: Any, epoch: int, step: int, begun: bool) -> Batch | None:
-        """The batch of an earlier step; see fit.Trainer."""
+        """The batch of an earlier step; see feed.BatchFeed."""

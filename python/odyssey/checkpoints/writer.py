@@ -1,8 +1,8 @@
-"""Writes one checkpoint: aside, flushed, manifest last, then in place of nothing or of the one
-with its name.
+"""Writes one checkpoint so that its directory is complete from the moment its name exists.
 
-A checkpoint's directory is complete from the moment its name exists. store.py decides who may
-write, and what is kept.
+The files are written into a temporary directory and flushed, the manifest last. Then the directory
+gets its name. A checkpoint that had this name is exchanged for it in one step, and removed after
+that. store.py decides who may write and which checkpoints are kept.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ _ASIDE = re.compile(
 
 
 class Aside(NamedTuple):
-    """A directory that is no checkpoint: one that is being written (`tmp`) or removed (`old`),
-    and by whom.
+    """A directory that is not a checkpoint: it is being written (`tmp`) or removed (`old`).
+
+    attempt, host, pid: the process that does so.
     """
 
     step: int
@@ -47,21 +48,24 @@ class Aside(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> Aside | None:
+        """Returns the Aside with this name; None for any other name."""
         match = _ASIDE.fullmatch(name)
-        return (
-            cls(int(match[1]), match[2], int(match[3]), match[4], int(match[5])) if match else None
-        )
+        if not match:
+            return None
+        step, kind, attempt, host, pid = match.groups()
+        return cls(int(step), kind, int(attempt), host, int(pid))
 
 
 def host_name() -> str:
-    """This machine's name as it stands in the names of files."""
+    """Returns this machine's name, with "_" for characters that may not be in names of files."""
     return re.sub(r"[^A-Za-z0-9_.-]", "_", os.uname().nodename)[:64] or "unknown"
 
 
 @contextlib.contextmanager
-def saying(name: str, place: str) -> Iterator[None]:
-    """Raises OutputError, naming the checkpoint and its directory, for what goes wrong while it
-    is written.
+def name_checkpoint_in_errors(name: str, folder_name: str) -> Iterator[None]:
+    """Turns errors of the block into an OutputError that names the checkpoint and its directory.
+
+    It does so for OutputError, MemoryError and OSError.
     """
     try:
         yield
@@ -75,30 +79,38 @@ def saying(name: str, place: str) -> Iterator[None]:
             printable(os.path.basename(str(problem.filename))) + ": " if problem.filename else ""
         )
         raise OutputError(
-            f"[checkpoint] {name} cannot be saved in {place}: {file_prefix}{problem.strerror}; "
-            "those before it are as they were"
+            f"[checkpoint] {name} cannot be saved in {folder_name}: "
+            f"{file_prefix}{problem.strerror}; those before it are as they were"
         ) from problem
 
 
-def begin(folder: Path, aside: Aside) -> Path:
-    """Makes the directory that a checkpoint is written into."""
+def make_temporary_directory(folder: Path, aside: Aside) -> Path:
+    """Makes the directory that a checkpoint is written into, and returns its path."""
     temporary = folder / aside.name
+    # The name has our attempt, host and PID: it is left of a save of ours that could not clean up.
     with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(temporary)  # our own, from a save that could not clean up
+        shutil.rmtree(temporary)
     os.mkdir(temporary, 0o700)
     return temporary
 
 
-def place(folder: Path, aside: Aside, encoded: bytes, allowed: Callable[[], None]) -> None:
-    """Writes the manifest of a checkpoint whose files are there, then gives it its name;
-    `allowed` raises if somebody else has taken over, and is asked last. What had its name
-    before lies aside afterwards: see `settle`.
+def place_checkpoint(
+    folder: Path, aside: Aside, encoded: bytes, check_allowed: Callable[[], None]
+) -> None:
+    """Writes the manifest of a checkpoint whose files are complete, then gives it its name.
+
+    If a checkpoint had this name, it is in the directory `aside` afterwards. `finish_replacement`
+    removes it.
+
+    encoded: the text of the manifest.
+    check_allowed: raises if another process has taken over. It is called just before the name
+        changes, so that the time in which both could write is as short as possible.
     """
     temporary = folder / aside.name
     final = folder / step_name(aside.step)
-    _write_file(temporary / manifest.NAME, [memoryview(encoded)])
+    _write_pieces(temporary / manifest.NAME, [memoryview(encoded)])
     sync_directory(temporary)
-    allowed()
+    check_allowed()
     if os.path.lexists(final):
         exchange(temporary, final, folder / aside._replace(kind="old").name)
     else:
@@ -108,17 +120,22 @@ def place(folder: Path, aside: Aside, encoded: bytes, allowed: Callable[[], None
 def write_file(
     folder: Path, stem: str, step: int, pieces: Sequence[TensorSlice], parts: bool
 ) -> File:
-    """Writes a file of whole tensors, or of parts, and flushes it; copies none.
+    """Writes a file of tensors, flushes it, and returns its entry for the manifest.
 
-    Raises NumericsError, OutputError.
+    parts: True for a file of parts of tensors, False for whole ones.
+
+    Raises:
+        NumericsError: a tensor that must be finite holds NaN or infinity.
+        OutputError: the file cannot be written, or the format does not allow a tensor.
     """
-    pieces_by_name = {piece.key if parts else piece.name: piece for piece in pieces}
+    pieces_by_name = {piece.key if parts else piece.file_name: piece for piece in pieces}
     digests: list[str] = []
 
     def content() -> Iterator[memoryview]:
+        """Yields header and data piece by piece, so that no tensor is copied as a whole."""
         yield memoryview(header)
-        for place in places:
-            piece = pieces_by_name[place.name]
+        for entry in entries:
+            piece = pieces_by_name[entry.name]
             digest = hashlib.sha256()
             for part in piece.parts(PIECE // piece.source.dtype.itemsize):
                 check_finite(step, piece.stem, piece.name, part)
@@ -126,49 +143,54 @@ def write_file(
                 yield bytes_of(part)
             digests.append(digest.hexdigest())
 
-    with saying(step_name(step), printable(str(folder.parent))):
-        name = f"{stem}{SUFFIX}"
-        if not is_file_name(name):
+    with name_checkpoint_in_errors(step_name(step), printable(str(folder.parent))):
+        file_name = f"{stem}{SUFFIX}"
+        if not is_file_name(file_name):
             raise OutputError(f"a file of a checkpoint is not called {ascii(stem)[:80]}")
         try:
             forms = {
-                key: (one.source.dtype, (one.run.size,) if parts else one.whole)
-                for key, one in pieces_by_name.items()
+                name: (piece.source.dtype, (piece.run.size,) if parts else piece.whole)
+                for name, piece in pieces_by_name.items()
             }
-            header, places = make_header(forms)
+            header, entries = make_header(forms)
         except OutputError as problem:
-            raise OutputError(f"{name}: {problem}") from None
-        _write_file(folder / name, content())
+            raise OutputError(f"{file_name}: {problem}") from None
+        _write_pieces(folder / file_name, content())
     if parts:
-        places = [
-            one._replace(whole=pieces_by_name[one.name].whole, run=pieces_by_name[one.name].run)
-            for one in places
+        entries = [
+            entry._replace(
+                whole=pieces_by_name[entry.name].whole, run=pieces_by_name[entry.name].run
+            )
+            for entry in entries
         ]
-    size = len(header) + sum(one.nbytes for one in places)
-    return File(name, size, hashlib.sha256(header).hexdigest(), tuple(places), tuple(digests))
+    size = len(header) + sum(entry.nbytes for entry in entries)
+    return File(file_name, size, hashlib.sha256(header).hexdigest(), tuple(entries), tuple(digests))
 
 
-def settle(folder: Path, aside: Aside) -> None:
-    """After `write`: flushes the new name to the disk, then removes what had it before."""
+def finish_replacement(folder: Path, aside: Aside) -> None:
+    """Flushes the new name to the disk, then removes the checkpoint that had the name before.
+
+    To be called after `place_checkpoint`. In this order a power failure leaves one of the two.
+    """
     sync_directory(folder)
     if os.path.lexists(folder / aside.name):
-        _discard(folder / aside.name)
+        _remove_entry(folder / aside.name)
 
 
-def remove(path: Path, aside: Aside) -> None:
-    """Removes a checkpoint: its name first, so that it is never seen in part."""
+def remove_checkpoint(path: Path, aside: Aside) -> None:
+    """Removes a checkpoint: its name first, so that no reader finds half of it."""
     aside_path = path.with_name(aside.name)
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(aside_path)
     os.rename(path, aside_path)
-    _discard(aside_path)
+    _remove_entry(aside_path)
 
 
-def _discard(path: Path) -> None:
-    """Removes what had a checkpoint's name; that may have been a link or a file.
+def _remove_entry(path: Path) -> None:
+    """Removes a directory, a link or a file that had the name of a checkpoint.
 
-    What cannot be removed, such as a file that another machine reads over NFS, stays until the next
-    start.
+    Files that cannot be removed stay until the next start, for example a file that another machine
+    reads over NFS.
     """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
@@ -177,15 +199,19 @@ def _discard(path: Path) -> None:
             path.unlink()
 
 
-def _write_file(path: Path, parts: Iterable[memoryview]) -> None:
-    """Writes a new file and flushes it to the disk; errors name it."""
+def _write_pieces(path: Path, parts: Iterable[memoryview]) -> None:
+    """Writes a new file from parts, and flushes it to the disk.
+
+    Raises:
+        OSError: it cannot be written; `filename` of the error is its name.
+    """
     try:
         descriptor = os.open(
             path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
         )
         with open(descriptor, "wb", buffering=0) as file:
             for part in parts:
-                while part:  # a disk may take less than it was given
+                while part:  # a write may take less than it was passed
                     count = file.write(part)
                     if not count:
                         raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -1,9 +1,7 @@
-"""The command line: finds the command of odyssey/cli/commands that was asked for, runs it, and
-ends the process.
+"""The command line: it finds a command of odyssey/cli/commands, runs it, and ends the process.
 
-What it is: an error becomes one line and an exit code, and takes the other ranks along. What it is
-not: a command, or a place for training logic. Heavy imports stand inside the commands: `--help` and
-a mistyped option answer at once.
+An error becomes one line and an exit code, and ends the other ranks too. There is no training logic
+here. Heavy imports are inside the commands, so `--help` and a mistyped option answer at once.
 
 Exit codes: 0, 1 verify found a difference, 64 usage, 65 data, 69 unavailable, 70 defect, 73 output,
 75 stopped on request, 130 interrupted.
@@ -30,7 +28,7 @@ BROKEN_PIPE = 141
 
 
 class _Commands(click.Group):
-    """Finds commands when they are asked for: each is `command` of a module of its own."""
+    """The group of commands. It imports the module of a command when the command is used."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -54,7 +52,7 @@ class _Commands(click.Group):
     def invoke(self, context: click.Context) -> Any:
         try:
             return super().invoke(context)
-        # click would end with 1, which says that something differs
+        # click would end with 1, the exit code of a difference.
         except BrokenPipeError as problem:
             outputs.drop()
             raise outputs.ReaderGone from problem
@@ -80,12 +78,13 @@ def main(
     prog_name: str = "odyssey",
     command: click.Command = group,
 ) -> NoReturn:
-    """Run a command and end the process with its exit code."""
+    """Runs a command and ends the process with its exit code."""
     outputs.open_streams()
     sys.exit(_run_command(command, arguments, prog_name))
 
 
 def _run_command(command: click.Command, arguments: Sequence[str] | None, prog_name: str) -> int:
+    """Runs a command, reports its error if it raises one, and returns the exit code."""
     try:
         code = command.main(arguments, prog_name=prog_name, standalone_mode=False)
         return code if isinstance(code, int) else 0
@@ -124,13 +123,14 @@ def _run_command(command: click.Command, arguments: Sequence[str] | None, prog_n
 
 
 def _explain_write_error(error: OSError) -> str:
-    """Why standard output does not take what it was given; "" if it does, and the error is
-    another's.
+    """Returns the reason why standard output cannot be written.
+
+    "" if it can be written, so the error comes from somewhere else.
     """
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
-    # without a buffer it is there that it fails
+    # Without a buffer, click.echo itself fails. With one, flushing shows whether it fails.
     if traceback is None or traceback.tb_frame.f_code is not click.echo.__code__:
         try:
             sys.stdout.flush()
@@ -144,8 +144,9 @@ def _explain_write_error(error: OSError) -> str:
 def _end(
     code: int, line: str | None, *, text: str = "", on_all_ranks: bool = False, late: bool = False
 ) -> int:
-    """Says what happened and takes the other ranks along, which may be waiting for this one:
-    base/exits.py.
+    """Prints the line, and ends the other ranks, which may be waiting for this one.
+
+    See base/exits.py for the arguments. Returns the exit code.
     """
     if "odyssey.train.completion" in sys.modules:
         sys.modules["odyssey.train.completion"].incomplete()

@@ -25,10 +25,12 @@ INTEGER_BOUND = 2**63  # integers are below, and not below minus this: what the 
 
 
 def read_config(path: Path, parameters: Sequence[click.Parameter]) -> dict[str, Any]:
-    """The values of a TOML file, by the names that click uses for its options.
+    """Returns the values of a TOML file, by the names that click uses for its options.
 
-    Raises DataError: the file cannot be read, is too long, or not UTF-8. ConfigError: it
-    is not TOML, has a key that is no option, or a value of another type than its option's.
+    Raises:
+        DataError: the file cannot be read, is too long, or not UTF-8.
+        ConfigError: it is not TOML, has a key that is not an option, or a value of another type
+            than its option.
     """
     try:
         with open(path, "rb") as file:  # also a pipe, as a shell's <(...) gives
@@ -42,12 +44,12 @@ def read_config(path: Path, parameters: Sequence[click.Parameter]) -> dict[str, 
 
 
 def parse_config(data: bytes, name: str, parameters: Sequence[click.Parameter]) -> dict[str, Any]:
-    """The values in the bytes of a TOML file; `name` says in messages which.
+    """Returns the values in the bytes of a TOML file. See `read_config`.
 
-    Errors as `read_config`.
+    name: the name of the file in messages.
     """
-    content = _toml(data, name)
-    options_by_key = _keys(parameters)
+    content = _parse_toml(data, name)
+    options_by_key = _map_keys(parameters)
     values: dict[str, Any] = {}
     for key, value in content.items():
         option = key.replace("_", "-")
@@ -64,11 +66,12 @@ def parse_config(data: bytes, name: str, parameters: Sequence[click.Parameter]) 
             raise ConfigError(
                 f"[config] {name}: '{key}' is given twice, in two spellings; leave one out"
             )
-        values[str(parameter.name)] = _value(name, key, value, parameter, inverted)
+        values[str(parameter.name)] = _check_value(name, key, value, parameter, inverted)
     return values
 
 
-def _toml(data: bytes, name: str) -> dict[str, Any]:
+def _parse_toml(data: bytes, name: str) -> dict[str, Any]:
+    """Parses TOML within limits. See `read_config` for the errors."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -96,15 +99,16 @@ def _toml(data: bytes, name: str) -> dict[str, Any]:
         raise ConfigError(
             f"[config] {name} is not TOML that is read here: it is nested too deeply"
         ) from None
-    # TOMLDecodeError is one; so is what an integer of 5000 digits gives
+    # A syntax error raises TOMLDecodeError, which is a ValueError. An integer of more than 4,300
+    # digits raises a ValueError of Python's own.
     except ValueError as problem:
         raise ConfigError(
             f"[config] {name} is not TOML: {printable(str(problem), limit=200)}"
         ) from problem
 
 
-def _keys(parameters: Sequence[click.Parameter]) -> dict[str, tuple[click.Option, bool]]:
-    """Key -> its option, and whether the key means the opposite (`no-eval`)."""
+def _map_keys(parameters: Sequence[click.Parameter]) -> dict[str, tuple[click.Option, bool]]:
+    """Maps each key to its option, and True if the key means the opposite, such as `no-eval`."""
     options_by_key = {}
     for option in parameters:
         if not isinstance(option, click.Option) or option.name in ("config", "help"):
@@ -117,19 +121,21 @@ def _keys(parameters: Sequence[click.Parameter]) -> dict[str, tuple[click.Option
     return options_by_key
 
 
-def _value(name: str, key: str, value: Any, option: click.Option, inverted: bool) -> Any:
-    """The value with the type of its option; click would turn 1.5 epochs into 1 and `true` into
-    1.
+def _check_value(name: str, key: str, value: Any, option: click.Option, inverted: bool) -> Any:
+    """Returns the value for an option, negated if the key means the opposite.
+
+    Raises ConfigError if it isn't of the option's type. click would convert 1.5 epochs to 1, and
+    `true` to 1.
     """
     if option.is_flag:
         expected = "true or false"
         fits = isinstance(value, bool)
     elif isinstance(option.type, click.types.IntParamType):
         expected = "an integer"
-        fits = _integer(value)
+        fits = _is_integer(value)
     elif isinstance(option.type, click.types.FloatParamType):
         expected = "a number"
-        fits = _integer(value) or isinstance(value, float) and math.isfinite(value)
+        fits = _is_integer(value) or isinstance(value, float) and math.isfinite(value)
     else:
         expected = "a text in quotes"
         fits = isinstance(value, str)
@@ -146,7 +152,8 @@ def _value(name: str, key: str, value: Any, option: click.Option, inverted: bool
     return not value if inverted else value
 
 
-def _integer(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
+    """Tells whether a value is an integer of at most 64 bits, and not a bool."""
     return (
         isinstance(value, int)
         and not isinstance(value, bool)
@@ -155,8 +162,8 @@ def _integer(value: Any) -> bool:
 
 
 def _shorten_value(value: Any) -> str:
-    """The value, shortened: it may be a table as long as the file."""
-    if isinstance(value, int) and not _integer(value) and not isinstance(value, bool):
+    """Returns a value for messages. It is cut, because it may be a table as long as the file."""
+    if isinstance(value, int) and not _is_integer(value) and not isinstance(value, bool):
         return f"an integer of {value.bit_length()} bits"  # its digits could be too many to print
     try:
         return printable(json.dumps(value, default=str), limit=80)

@@ -19,7 +19,7 @@ BACKENDS = {"auto": "auto", "mpi": "auto", "horovod": "auto", "gloo": "gloo", "p
 NUMBER = click.IntRange(1, 1 << 20)
 
 
-def asked(words: list[str]) -> bool:
+def has_foreign_option(words: list[str]) -> bool:
     """Returns whether there is one of these options among the words of `odyssey train`."""
     return any(word.partition("=")[0] in OPTIONS for word in words)
 
@@ -59,8 +59,7 @@ def command(
     if address is not None or backend == "ray":
         raise ConfigError(
             "[train] Ray starts ranks from a Python program: ray.init(address=...) and "
-            "odyssey.ray.RayTrainer; without "
-            f"Ray, {launch} does, over ssh"
+            f"odyssey.ray.RayTrainer; without Ray, {launch} does, over ssh"
         )
     if num_nodes > 1 and "SLURM_JOB_ID" not in os.environ:
         raise ConfigError(

@@ -292,8 +292,7 @@ def model_arguments(settings: Settings, train_set: Any) -> dict[str, Any]:
         if not hasattr(train_set, "vocabulary"):
             raise ConfigError(
                 f"[train] --model {settings.model} is for text, --dataset {settings.dataset} has "
-                "none; "
-                "use shakespeare, or text"
+                "none; use shakespeare, or text"
             )
         return {
             "vocab_size": train_set.classes,
@@ -381,7 +380,7 @@ def build_user_optimizer(place: str, options: dict[str, Any]) -> Optimizer:
 @on_all_ranks()
 def build_callbacks(settings: Settings, data: TrainingData) -> list[Callback]:
     """Builds the callbacks of `--early-stopping` and the loggers of `--log`."""
-    from .. import loggers
+    from ..callbacks import loggers
 
     callbacks: list[Callback] = []
     if settings.early_stopping is not None:
@@ -476,8 +475,7 @@ def print_start(
                 lines.append(f"{name.replace('_', '-')} = {value}")
         lines.append(
             f"ranks {world.size}, mesh {trainer.mesh}, workers {trainer.workers}, device "
-            f"{trainer.device}, "
-            f"threads {trainer.threads} of each rank; {world.why}"
+            f"{trainer.device}, threads {trainer.threads} of each rank; {world.why}"
         )
     if trainer.notice:
         lines.append(trainer.notice)

@@ -102,7 +102,7 @@ def _open(backend: str, comm: Communicator) -> None:
         hook(comm)
 
 
-def adopt(over: Communicator, why: str) -> Communicator:
+def adopt(over: Communicator, reason: str) -> Communicator:
     """All processes of this run from now on are those of `over`, which have met by means of
     their own; those of before are closed. Returns what `world` gives: shared memory in its
     place if all are on one machine.
@@ -115,9 +115,11 @@ def adopt(over: Communicator, why: str) -> Communicator:
         old._is_world = False
         old.close()
     _open(over.name, over)
-    picked, why = (over.name, why) if os.environ.get(ASKED) == over.name else nearer(over, why)
+    picked, reason = (
+        (over.name, reason) if os.environ.get(ASKED) == over.name else nearer(over, reason)
+    )
     _worlds["auto"] = world(picked)
-    _worlds["auto"].why += f"; {why}"
+    _worlds["auto"].why += f"; {reason}"
     return _worlds["auto"]
 
 
@@ -156,7 +158,7 @@ def _detect_backend() -> tuple[str, str]:
     return "local", "no launcher" if launch is None else f"{launch.launcher} started one"
 
 
-def nearer(over: Communicator, why: str) -> tuple[str, str]:
+def nearer(over: Communicator, reason: str) -> tuple[str, str]:
     """Shared memory instead of MPI or Gloo if all ranks are on one machine.
 
     There is no size from which it does not pay: from 1 KB to 64 MB an all-reduce takes 0.2 to 0.75
@@ -164,13 +166,13 @@ def nearer(over: Communicator, why: str) -> tuple[str, str]:
     on a busy machine).
     """
     if over.size == 1 or over.local_size < over.size:
-        return over.name, why
+        return over.name, reason
     try:
         world("shm")
     # on all ranks alike: too little shared memory, no kernels
     except (ConfigError, BuildError) as e:
-        return over.name, f"{why}; {e}"
-    return "shm", why
+        return over.name, f"{reason}; {e}"
+    return "shm", reason
 
 
 def _connect(backend: str) -> Communicator:

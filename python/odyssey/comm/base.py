@@ -34,8 +34,8 @@ from .calls import (
     Header,
     ReduceOp,
     caller_location,
-    describe,
-    mismatch,
+    describe_call,
+    find_mismatch,
     narrow,
     widen,
 )
@@ -129,7 +129,7 @@ class Communicator:
             raise ShapeError(
                 "[comm] broadcast of an array that is not C-contiguous; give a contiguous one"
             )
-        self._read("broadcast", array)
+        self._check_readable("broadcast", array)
         described = (NAMES[array.dtype], array.shape, root, None, None)
         return self._run(Call("broadcast", array, array, None, root, described), wait)
 
@@ -144,7 +144,7 @@ class Communicator:
     ) -> Any:
         """The arrays of all ranks combined, on `root`; None elsewhere. `out` may be `array`."""
         return self._run(
-            self._reduce("reduce", array, op, out, self._check_root("reduce", root)), wait
+            self._make_reduce("reduce", array, op, out, self._check_root("reduce", root)), wait
         )
 
     def all_reduce(
@@ -156,7 +156,7 @@ class Communicator:
         wait: bool = True,
     ) -> Any:
         """The arrays of all ranks combined, on all: a new array, or `out`, which may be `array`."""
-        return self._run(self._reduce("all_reduce", array, op, out), wait)
+        return self._run(self._make_reduce("all_reduce", array, op, out), wait)
 
     def scatter(
         self,
@@ -176,14 +176,14 @@ class Communicator:
                 raise ShapeError(
                     f"[comm] scatter: root {root} gives None; give an array of {self.size} rows"
                 )
-            send = self._rows("scatter", array)
-            send, out = self._out("scatter", out, send, send.shape[1:])
+            send = self._check_rows("scatter", array)
+            send, out = self._prepare_out("scatter", out, send, send.shape[1:])
         return self._run(Call("scatter", send, out, None, root, ("", None, root, None, None)), wait)
 
     def gather(self, array: np.ndarray, root: int = 0, *, wait: bool = True) -> Any:
         """The arrays of all ranks as (size, ...), on `root`; None elsewhere."""
         root = self._check_root("gather", root)
-        send = self._read("gather", array)
+        send = self._check_readable("gather", array)
         out = np.empty((self.size, *send.shape), send.dtype) if self.rank == root else None
         described = (NAMES[send.dtype], send.shape, root, None, None)
         return self._run(Call("gather", send, out, None, root, described), wait)
@@ -192,8 +192,8 @@ class Communicator:
         self, array: np.ndarray, out: np.ndarray | None = None, *, wait: bool = True
     ) -> Any:
         """The arrays of all ranks as (size, ...), on all."""
-        send = self._read("all_gather", array)
-        send, out = self._out("all_gather", out, send, (self.size, *send.shape))
+        send = self._check_readable("all_gather", array)
+        send, out = self._prepare_out("all_gather", out, send, (self.size, *send.shape))
         described = (NAMES[send.dtype], send.shape, -1, None, None)
         return self._run(Call("all_gather", send, out, described=described), wait)
 
@@ -219,16 +219,16 @@ class Communicator:
         """Combines the (size * n, ...) arrays of all ranks; rank r gets rows r * n to (r + 1) *
         n.
         """
-        return self._run(self._reduce("reduce_scatter", array, op, out), wait)
+        return self._run(self._make_reduce("reduce_scatter", array, op, out), wait)
 
     def all_to_all(
         self, array: np.ndarray, out: np.ndarray | None = None, *, wait: bool = True
     ) -> Any:
         """Row p of the (size, ...) array goes to rank p; row p of the result came from rank p."""
-        send = self._rows("all_to_all", array)
+        send = self._check_rows("all_to_all", array)
         if out is send:
             send = send.copy()
-        send, out = self._out("all_to_all", out, send, send.shape)
+        send, out = self._prepare_out("all_to_all", out, send, send.shape)
         described = (NAMES[send.dtype], send.shape, -1, None, None)
         return self._run(Call("all_to_all", send, out, described=described), wait)
 
@@ -245,7 +245,7 @@ class Communicator:
         into `receive`. Counts in elements, one per rank; what a rank sends to another must be
         what that one expects.
         """
-        return self._run(self._all_to_all_v(send, send_counts, receive, receive_counts), wait)
+        return self._run(self._make_all_to_all_v(send, send_counts, receive, receive_counts), wait)
 
     def all_gather_v(
         self, array: np.ndarray, ranges: Sequence[tuple[int, int]], *, wait: bool = True
@@ -254,7 +254,7 @@ class Communicator:
         those of rank p. The ranges are the same on all ranks, do not overlap and may be
         empty.
         """
-        return self._run(self._all_gather_v(array, ranges), wait)
+        return self._run(self._make_all_gather_v(array, ranges), wait)
 
     # --- again and again ---
 
@@ -277,15 +277,15 @@ class Communicator:
             raise ShapeError(
                 "[comm] all_to_all_v_init: send must be a C-contiguous array, apart from receive"
             )
-        return self._repeated(
-            lambda: self._all_to_all_v(send, send_counts, receive, receive_counts)
+        return self._make_repeated(
+            lambda: self._make_all_to_all_v(send, send_counts, receive, receive_counts)
         )
 
     def all_gather_v_init(self, array: np.ndarray, ranges: Sequence[tuple[int, int]]) -> Repeated:
         """`all_gather_v` that is started again and again with the same array; otherwise as
         `all_to_all_v_init`.
         """
-        return self._repeated(lambda: self._all_gather_v(array, ranges))
+        return self._make_repeated(lambda: self._make_all_gather_v(array, ranges))
 
     # --- one to one ---
 
@@ -296,8 +296,8 @@ class Communicator:
         stay as it is until the request is complete.
         """
         self._check_peer("send", "dest", dest, tag)
-        array = self._read("send", array)
-        envelope = self._envelope("send", array, dest, tag)
+        array = self._check_readable("send", array)
+        envelope = self._make_envelope("send", array, dest, tag)
         if dest == self.rank:
             self._mailbox.setdefault(tag, MessageQueue()).messages.append((array.copy(), envelope))
             return None if wait else Request()
@@ -312,7 +312,7 @@ class Communicator:
         """
         self._check_peer("recv", "source", self.rank if source is None else source, tag)
         self._check_writable("recv", out)
-        envelope = self._envelope("recv", out, source, tag)
+        envelope = self._make_envelope("recv", out, source, tag)
         if source == self.rank:
             me = self.ranks[self.rank]
             request = Received(self._mailbox.setdefault(tag, MessageQueue()), out, envelope, me, me)
@@ -338,7 +338,7 @@ class Communicator:
         if color is None:
             return None
         members = [(int(k), p) for p, (c, k) in enumerate(everyone) if c == color]
-        return self._part(tuple(p for _, p in sorted(members)))
+        return self._make_group(tuple(p for _, p in sorted(members)))
 
     def group(self, ranks: Sequence[int]) -> Communicator | None:
         """The group of these ranks of this one, in this order; None for the others.
@@ -356,7 +356,7 @@ class Communicator:
                 f"{self.size - 1}, at least one"
             )
         self._run(Call("group", described=("", None, -1, None, members)), True)
-        return self._part(members) if self.rank in members else None
+        return self._make_group(members) if self.rank in members else None
 
     def subgroup(self, members: Sequence[int]) -> Communicator | None:
         """This rank's group, of `members` in their order, where all ranks of this group make
@@ -364,16 +364,21 @@ class Communicator:
         """
         return self.split(members[0], members.index(self.rank)) if members else self.split(None)
 
-    def _part(self, members: tuple[int, ...]) -> Communicator:
+    def _make_group(self, members: tuple[int, ...]) -> Communicator:
+        """Returns the group of some ranks of this one, which all of them make at the same time."""
         if len(members) == 1:
             return Communicator(parent=self)
         ranks = tuple(self.ranks[p] for p in members)
-        mark = zlib.crc32(repr((self._mark[0], self._sequence, ranks)).encode()), slot.ranges(ranks)
-        slot.enter(self._sequence, f"making the group of ranks {mark[1]}", mark)
+        parent_number, _ = self._mark
+        # the same number on all members: all have made the same calls in this group
+        number = zlib.crc32(repr((parent_number, self._sequence, ranks)).encode())
+        rank_text = slot.format_ranks(ranks)
+        mark = (number, rank_text)
+        slot.begin_wait(self._sequence, f"making the group of ranks {rank_text}", mark)
         try:
-            part = self._sub(members)
+            part = self._create_subgroup(members)
         finally:
-            slot.leave()
+            slot.end_wait()
         part.name = self.name
         part._mark = mark
         return part
@@ -400,12 +405,18 @@ class Communicator:
     # --- what a backend does ---
 
     def _begin(self, call: Call) -> Request:
-        """Starts a call whose header is made. Here: of one rank, so it is all copying."""
+        """Starts a call whose header is complete, and returns its request.
+
+        This class is a group of one rank, so it copies, and the call is complete at once.
+
+        Raises:
+            CollectiveError: the rank expects another number of elements than it sends.
+        """
         if call.kind == "all_to_all_v":
-            n = call.send_counts[0]
-            if n != call.receive_counts[0]:
-                raise CollectiveError(mismatch([call.header], self.ranks))
-            call.out[:n] = call.send[:n]
+            count = call.send_counts[0]
+            if count != call.receive_counts[0]:
+                raise CollectiveError(find_mismatch([call.header], self.ranks))
+            call.out[:count] = call.send[:count]
         elif call.out is not None and call.out is not call.send:
             call.out.reshape(-1)[...] = call.send.reshape(-1)
         return Request(call.result())
@@ -414,8 +425,8 @@ class Communicator:
         """Calls under way."""
         return list(self._queue)
 
-    def _repeated(self, make: Callable[[], Call]) -> Repeated:
-        """A call that will be made again and again; `make` checks its arguments."""
+    def _make_repeated(self, make: Callable[[], Call]) -> Repeated:
+        """Returns a call that can be started repeatedly; `make` checks its arguments."""
         make()
         return Repeated(self, make)
 
@@ -427,57 +438,64 @@ class Communicator:
         """Starts receiving from another rank, or from any."""
         raise NotImplementedError
 
-    def _sub(self, members: tuple[int, ...]) -> Communicator:
-        """A communicator of at least two members, this rank among them; only they call it, at
-        the same time.
+    def _create_subgroup(self, members: tuple[int, ...]) -> Communicator:
+        """Returns a communicator of at least two members, one of which is this rank.
+
+        Only the members call it, at the same time.
         """
         raise NotImplementedError
 
-    def _gone(self, ranks: Sequence[int]) -> list[int]:
+    def _find_ended(self, ranks: Sequence[int]) -> list[int]:
         """Returns the given ranks that are known to have ended."""
         return []
 
     def _progress(self) -> None:
-        """Called while this rank waits for something: moves on what others may be waiting for."""
+        """Advances calls that other ranks may wait for; called while this rank waits."""
 
-    def _broke(self, error: BaseException) -> None:
-        """A wait ended at its deadline: the ranks are no longer in step, and later calls raise
-        the same error.
-        """
+    def _mark_broken(self, error: BaseException) -> None:
+        """Makes later calls raise `error`, because the ranks are no longer in step."""
         self._broken = error
 
-    def _closed(self) -> None:
-        """Marks it as closed, as what the library held is gone: later calls raise instead of
-        reaching for it.
-        """
+    def _mark_closed(self) -> None:
+        """Makes later calls raise an error, because the resources of the library are freed."""
         self._broken = CollectiveError(
             f"[comm] the group of ranks {list(self.ranks)} was closed; make a new one"
         )
 
     # --- checks and preparation, for all backends ---
 
-    def refuse(self, kind: str, why: str) -> None:
-        """Tells the other ranks, which may be waiting in it, that a call is refused here for its
-        arguments. Their calls end with a CollectiveError, and the group can go on, as after
-        calls that differ.
+    def refuse(self, kind: str, reason: str) -> None:
+        """Tells the other ranks that a call is refused here because of its arguments.
+
+        They may already wait in that call. Their calls end with a CollectiveError, and the group
+        can be used again, as after calls that differ.
+
+        kind: the name of the call.
+        reason: the message of the error; a "[room] " at its start is removed.
         """
         if self.size == 1 or self._broken is not None:
             return
-        request = self._start(Call("barrier"), f"{kind} (refused: {why.partition('] ')[2] or why})")
+        request = self._start(
+            Call("barrier"), f"{kind} (refused: {reason.partition('] ')[2] or reason})"
+        )
         until = time.monotonic() + _REFUSED_S
         while not request.test() and time.monotonic() < until:
             time.sleep(1e-3)
 
     def _run(self, call: Call, wait: bool) -> Any:
-        """Starts a call; its result, or its request."""
+        """Starts a call, and returns its result, or its request if `wait` is False."""
         call.blocking = wait
         request = self._start(call)
         return request.wait() if wait else request
 
     def _start(self, call: Call, name: str = "") -> Request:
+        """Starts a call with the next number of this group, and returns its request.
+
+        name: the name of the call in its header, if that is not its kind.
+        """
         if self._broken is not None:
             raise self._broken
-        signature, text = describe(name or call.kind, call.described, *caller_location(3))
+        signature, text = describe_call(name or call.kind, call.described, *caller_location(3))
         tail, balanced = call.tail(self.rank)
         call.header = Header(
             self._sequence,
@@ -489,21 +507,29 @@ class Communicator:
             call.blocking,
             balance=balanced,
         )
-        slot.call(self._sequence, text, self._mark)
+        slot.note_call(self._sequence, text, self._mark)
         self._sequence += 1
         return self._begin(call)
 
-    def _envelope(self, kind: str, array: np.ndarray, peer: int | None, tag: int) -> Header:
-        """Returns what a receiver sees of a message: (dtype code, elements) in its tail."""
-        peer_name = "any rank" if peer is None else f"rank {self.ranks[peer]}"
-        way = f"{'to' if kind == 'send' else 'from'} {peer_name} tag {tag}"
-        _, text = describe(
-            kind, (NAMES[array.dtype], array.shape, -1, None, way), *caller_location(3)
-        )
-        return Header(0, 0, text, (CODES[array.dtype], array.size), kind)
+    def _make_envelope(self, kind: str, array: np.ndarray, peer: int | None, tag: int) -> Header:
+        """Returns the header of a message; its tail is (dtype code, elements).
 
-    def _read(self, kind: str, array: Any) -> np.ndarray:
-        """An array that is only read: contiguous, copied if need be."""
+        peer: the other rank; None for any.
+        """
+        peer_name = "any rank" if peer is None else f"rank {self.ranks[peer]}"
+        direction = "to" if kind == "send" else "from"
+        details = f"{direction} {peer_name} tag {tag}"
+        described = (NAMES[array.dtype], array.shape, -1, None, details)
+        _, text = describe_call(kind, described, *caller_location(3))
+        tail = (CODES[array.dtype], array.size)
+        return Header(sequence=0, signature=0, text=text, tail=tail, kind=kind)
+
+    def _check_readable(self, kind: str, array: Any) -> np.ndarray:
+        """Returns a contiguous array to read from; it is a copy only if that is necessary.
+
+        Raises:
+            ShapeError: the dtype is not supported.
+        """
         array = np.asarray(array, order="C")
         if array.dtype not in CODES:
             raise ShapeError(
@@ -518,7 +544,10 @@ class Communicator:
         dtype: np.dtype | None = None,
         shape: tuple[int, ...] | None = None,
     ) -> None:
-        """Refuses an array that cannot be written."""
+        """Raises ShapeError for an array into which a call cannot write.
+
+        dtype, shape: those that the array must have; None allows any.
+        """
         if not isinstance(array, np.ndarray):
             raise ShapeError(
                 f"[comm] {kind} writes into a {type(array).__name__}; give a NumPy array"
@@ -540,10 +569,14 @@ class Communicator:
                 f"{NAMES[dtype]} {shape}"
             )
 
-    def _out(
+    def _prepare_out(
         self, kind: str, out: np.ndarray | None, send: np.ndarray, shape: tuple[int, ...]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(send, out): out made or checked, and the two the same or apart."""
+        """Returns (send, out), which are the same array or do not overlap.
+
+        `out` is allocated or checked. `send` is copied if the two overlap in part, because a
+        backend may write before it has read everything. Sums allow `out` to be `send`.
+        """
         if out is None:
             return send, np.empty(shape, send.dtype)
         self._check_writable(kind, out, send.dtype, shape)
@@ -566,15 +599,16 @@ class Communicator:
         if self._broken is not None:
             raise self._broken
 
-    def _rows(self, kind: str, array: Any) -> np.ndarray:
-        array = self._read(kind, array)
+    def _check_rows(self, kind: str, array: Any) -> np.ndarray:
+        """Returns a contiguous array with one row per rank. Raises ShapeError for others."""
+        array = self._check_readable(kind, array)
         if not array.ndim or array.shape[0] != self.size:
             raise ShapeError(
                 f"[comm] {kind} of shape {array.shape}; it must have {self.size} rows, one per rank"
             )
         return array
 
-    def _reduce(
+    def _make_reduce(
         self,
         kind: str,
         array: np.ndarray,
@@ -582,8 +616,16 @@ class Communicator:
         out: np.ndarray | None,
         root: int = -1,
     ) -> Call:
+        """Returns the Call of "reduce", "all_reduce" or "reduce_scatter", with checked arguments.
+
+        Backends never see a mean or 16-bit floats. A mean is sent as a sum, and divided by the
+        ranks at the end. 16-bit floats are sent as float32, and rounded once, at the end.
+
+        Raises:
+            ShapeError, ConfigError: an argument is not allowed.
+        """
         op = ReduceOp.of(op)
-        send = self._read(kind, array)
+        send = self._check_readable(kind, array)
         dtype = send.dtype
         shape = send.shape
         if op is ReduceOp.MEAN and dtype.kind in "iu":
@@ -599,33 +641,36 @@ class Communicator:
                     f"{self.size} ranks; pad it"
                 )
             shape = (shape[0] // self.size, *shape[1:])
-        half = dtype.itemsize == 2 and dtype.kind in "fV"
-        wire = ReduceOp.SUM if op is ReduceOp.MEAN else op
+        is_half = dtype.itemsize == 2 and dtype.kind in "fV"  # float16, or bfloat16 ("V")
+        sent_op = ReduceOp.SUM if op is ReduceOp.MEAN else op
         if kind == "reduce" and self.rank != root:
-            return Call(kind, widen(send) if half else send, None, wire, root, described)
-        send, out = self._out(kind, out, send, shape)
+            return Call(kind, widen(send) if is_half else send, None, sent_op, root, described)
+        send, out = self._prepare_out(kind, out, send, shape)
         total = out
-        if half:
+        if is_half:
             send = widen(send)
             total = np.empty(shape, np.float32)
 
         def finish() -> np.ndarray:
             if op is ReduceOp.MEAN:
                 np.divide(total, self.size, out=total)
-            return narrow(total, out) if half else out
+            return narrow(total, out) if is_half else out
 
-        finish_ = finish if half or op is ReduceOp.MEAN else None
-        return Call(kind, send, total, wire, root, described, finish=finish_)
+        needs_finish = is_half or op is ReduceOp.MEAN
+        return Call(
+            kind, send, total, sent_op, root, described, finish=finish if needs_finish else None
+        )
 
-    def _all_to_all_v(
+    def _make_all_to_all_v(
         self,
         send: np.ndarray,
         send_counts: Sequence[int],
         receive: np.ndarray,
         receive_counts: Sequence[int],
     ) -> Call:
+        """Returns the Call of an all_to_all_v. Raises ShapeError for wrong arrays or counts."""
         kind = "all_to_all_v"
-        send = self._read(kind, send)
+        send = self._check_readable(kind, send)
         self._check_writable(kind, receive, send.dtype, receive.shape)
         if send.size and np.may_share_memory(send, receive):
             send = send.copy()
@@ -634,31 +679,42 @@ class Communicator:
             ("send", send, send_counts),
             ("receive", receive, receive_counts),
         ):
-            numbers = tuple(int(n) for n in rank_counts)
-            if len(numbers) != self.size or min(numbers) < 0 or sum(numbers) > array.size:
+            elements = tuple(int(count) for count in rank_counts)
+            if len(elements) != self.size or min(elements) < 0 or sum(elements) > array.size:
                 raise ShapeError(
-                    f"[comm] {kind}: {name}_counts are {list(numbers)} for {array.size} "
-                    f"elements, {self.size} ranks; "
-                    "give one count per rank, in sum at most the elements"
+                    f"[comm] {kind}: {name}_counts are {list(elements)} for {array.size} elements, "
+                    f"{self.size} ranks; give one count per rank, in sum at most the elements"
                 )
-            counts.append(numbers)
-        described = (NAMES[send.dtype], None, -1, None, None)
-        flat = send.reshape(-1), receive.reshape(-1)
-        return Call(kind, *flat, None, -1, described, *counts, finish=lambda: None)
+            counts.append(elements)
+        checked_send_counts, checked_receive_counts = counts
+        return Call(
+            kind,
+            send.reshape(-1),
+            receive.reshape(-1),
+            described=(NAMES[send.dtype], None, -1, None, None),
+            send_counts=checked_send_counts,
+            receive_counts=checked_receive_counts,
+            finish=lambda: None,
+        )
 
-    def _all_gather_v(self, array: np.ndarray, ranges: Sequence[tuple[int, int]]) -> Call:
+    def _make_all_gather_v(self, array: np.ndarray, ranges: Sequence[tuple[int, int]]) -> Call:
+        """Returns the Call of an all_gather_v. Raises ShapeError for wrong arrays or ranges."""
         self._check_writable("all_gather_v", array)
-        pieces = tuple((int(a), int(b)) for a, b in ranges)
-        ends = sorted(pieces)
+        pieces = tuple((int(start), int(end)) for start, end in ranges)
+        in_order = sorted(pieces)
+        overlap = any(
+            previous_end > start
+            for (_, previous_end), (start, end) in zip(in_order, in_order[1:], strict=False)
+            if end > start
+        )
         if (
             len(pieces) != self.size
-            or any(not 0 <= a <= b <= array.size for a, b in pieces)
-            or any(b > c for (_, b), (c, d) in zip(ends, ends[1:], strict=False) if d > c)
+            or any(not 0 <= start <= end <= array.size for start, end in pieces)
+            or overlap
         ):
             raise ShapeError(
                 f"[comm] all_gather_v: ranges are {list(pieces)} for {array.size} elements and "
-                f"{self.size} ranks; "
-                "give one [start, end) per rank, without overlap"
+                f"{self.size} ranks; give one [start, end) per rank, without overlap"
             )
         flat = array.reshape(-1)
         described = (NAMES[array.dtype], array.shape, -1, None, pieces)

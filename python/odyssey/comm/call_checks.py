@@ -1,14 +1,15 @@
-"""How the ranks of a group learn whether all make the same call: in rounds of a few short
-messages, log4 of the ranks.
+"""How the ranks of a group check that all of them make the same call: in log4(ranks) rounds of
+a few short messages.
 
-In round k a rank tells the ranks 1, 2 and 3 times 4^k after it what it knows, and hears as much
-from those before it: it has then heard of the 4^(k + 1) ranks up to itself, and after the last
-round of all. What it knows is a word of 32 bytes: its call and whether one that it heard of
-differs. Counts that ranks may have of their own are checked by a sum (`balance`), a scatter's piece
-follows the word. Only if calls differ do ranks need all headers, with their texts.
+In round k a rank sends its knowledge to the ranks 1, 2 and 3 times 4^k after it, and receives the
+knowledge of the ranks as far before it. After that it knows about the 4^(k + 1) ranks up to itself,
+and after the last round about all. The knowledge is a word of 32 bytes: the call of the rank, and
+if a call that it knows of differs. Counts, which may differ between ranks, are checked by a sum
+(`balance_counts`). A scatter's piece follows the word. The ranks exchange whole headers, with their
+texts, only if calls differ.
 
-`Agreement` is what a rank knows; `Heads` moves the words over an mpi4py communicator that nothing
-else uses.
+`Agreement` is the knowledge of a rank. `Heads` moves the words over an mpi4py communicator that
+nothing else uses.
 """
 
 from __future__ import annotations
@@ -37,19 +38,25 @@ AGREED = Met(), Met(blocking=True)
 
 @functools.lru_cache(64)
 def distances(size: int) -> tuple[tuple[int, ...], ...]:
-    """How far the ranks are, in each round, that a rank of a group of `size` sends its word to."""
+    """Returns the distances to the ranks to which a rank sends its word, for each round.
+
+    size: the ranks of the group.
+    """
     rounds = []
     step = 1
     while step < size:
-        rounds.append(tuple(i * step for i in range(1, RADIX) if i * step < size))
+        multiples = [factor * step for factor in range(1, RADIX)]
+        rounds.append(tuple(distance for distance in multiples if distance < size))
         step *= RADIX
     return tuple(rounds)
 
 
 class Agreement:
-    """Knowledge of a rank of a group of `size` about the calls of all, after the rounds so far.
-    different: not all make the same call. blocking: all wait at once. piece: dtype code,
-    dimensions, shape (scatter).
+    """The knowledge of a rank about the calls of all ranks, after the rounds so far.
+
+    different: True if not all ranks make the same call.
+    blocking: True if all ranks wait for the call at once.
+    piece: of a scatter, the tail of a header that knows it: dtype code, dimensions, shape.
     """
 
     __slots__ = ("_call", "_flags", "_full", "_rest", "_size", "_window", "piece")
@@ -58,8 +65,9 @@ class Agreement:
         self._call = (sequence, header.signature)
         self._size = size
         self._flags = 0 if header.blocking else _PATIENT
-        # Sums over the ranks that were heard of: the last 4^k of them, and, where the ranks are no
-        # power of 4, the last (ranks modulo 4^k), which in the end are all.
+        # Sums of the balances of known ranks, after k rounds: _window of the last 4^k ranks, and
+        # _rest of the last (size modulo 4^k) ranks. At the end one of them covers all ranks: the
+        # window if the size is a power of 4, and the rest otherwise.
         self._window = header.balance
         self._rest = 0
         self._full = size == RADIX ** len(distances(size))
@@ -69,29 +77,32 @@ class Agreement:
             self._flags = self._flags | _KNOWN
 
     def word(self) -> bytes:
-        """Returns what the others are to know of it."""
-        number, signature = self._call
-        word = _WORD.pack(number << 8 | self._flags, signature, self._window, self._rest)
+        """Returns the knowledge as bytes for other ranks: a word, and a piece if it is known."""
+        sequence, signature = self._call
+        # flags share a number with the sequence: the lowest 8 bits
+        word = _WORD.pack(sequence << 8 | self._flags, signature, self._window, self._rest)
         return word if self.piece is None else word + _PIECE.pack(*self.piece)
 
     def take(self, k: int, words: Sequence[memoryview | bytes]) -> None:
-        """The words of round k, of the ranks in the order of `distances`."""
+        """Adds the words that came in round k, in the order of `distances`."""
         windows = [self._window]
         rests = [self._rest]
-        digit = self._size // RADIX**k % RADIX
+        digit = self._size // RADIX**k % RADIX  # digit k of the size in base 4
         for word in words:
-            number, signature, window, rest = _WORD.unpack_from(word)
-            self._flags |= number & 0xFF
-            if (number >> 8, signature) != self._call:
+            sequence_and_flags, signature, window, rest = _WORD.unpack_from(word)
+            self._flags |= sequence_and_flags & 0xFF
+            if (sequence_and_flags >> 8, signature) != self._call:
                 self._flags |= _DIFFERENT
-            if number & _KNOWN:
+            if sequence_and_flags & _KNOWN:
                 piece = _PIECE.unpack_from(word, WORD)
                 if self.piece not in (None, piece):
                     self._flags |= _DIFFERENT
                 self.piece = piece
             windows.append(window)
             rests.append(rest)
-        self._rest = sum(windows[:digit], rests[digit] if digit < len(rests) else 0) & _MASK
+        # (size modulo 4^(k + 1)) ranks are `digit` windows of 4^k ranks, and the rest before them
+        rest_before = rests[digit] if digit < len(rests) else 0
+        self._rest = sum(windows[:digit], rest_before) & _MASK
         self._window = sum(windows) & _MASK
 
     @property
@@ -104,10 +115,12 @@ class Agreement:
 
 
 class Heads:
-    """The words of one call at a time, in persistent messages of each round. first: requests to
-    be started with a call. begun: rounds in which this rank has sent its word. over: all have
-    come, and so have those of the calls before. texts: of a call that differs, the headers of
-    all ranks and their request.
+    """The words of one call at a time, in persistent messages of each round.
+
+    first: the requests that start with a call.
+    rounds_begun: the number of rounds in which this rank has sent its word.
+    over: True if all words have come, and those of the calls before as well.
+    texts: of a call that differs, the headers of all ranks and the request that receives them.
     """
 
     def __init__(self, comm: Any, rank: int, size: int) -> None:
@@ -136,7 +149,7 @@ class Heads:
         self._all_receives = self.first[: -len(self._sends[0])]
         self.requests = [*self.first, *(request for sends in self._sends[1:] for request in sends)]
         self._long: list[Any] = []  # sends that are not persistent: words with a piece
-        self.begun = 0
+        self.rounds_begun = 0
         self._rounds_done = 0
         self.over = True
         # None: all that was heard is the same as this rank's
@@ -144,18 +157,19 @@ class Heads:
         self.texts: tuple[np.ndarray, Any] | None = None
 
     def start(self, header: Header, sequence: int) -> list[Any]:
-        """Takes a call up, whose number need not be that in its header; gives the requests to be
-        started now.
+        """Prepares the words of a call, and returns the requests that the caller starts.
+
+        sequence: the number of the call, which for a repeated call is not that in its header.
         """
         self._header = header
         self.sequence = sequence
-        self.begun = 1
+        self.rounds_begun = 1
         self._rounds_done = 0
         self.over = False
         self.agreement = self.texts = None
         if header.balance or header.kind == "scatter":
             self.agreement = Agreement(header, sequence, self.size)
-            self._say(0)
+            self._set_words(0)
             if self.agreement.piece is not None:
                 self._send_long(0)
                 return self._all_receives
@@ -171,28 +185,33 @@ class Heads:
             )
         return self.first
 
-    def _say(self, k: int) -> None:
-        """Has the words of the rounds from k on say what is known now."""
+    def _set_words(self, k: int) -> None:
+        """Writes the present knowledge into the words of round k and later rounds."""
         word = self.agreement.word()[:WORD]
         for sent_word in self._sent_words[k:]:
             sent_word[:] = word
 
     def _send_long(self, k: int) -> None:
+        """Sends the word of round k with the piece of a scatter behind it."""
         word = np.frombuffer(self.agreement.word(), np.uint8)
-        for d in distances(self.size)[k]:
-            self._long.append(self._comm.Isend(word, (self.rank + d) % self.size, k))
+        for distance in distances(self.size)[k]:
+            peer = (self.rank + distance) % self.size
+            self._long.append(self._comm.Isend(word, peer, k))
 
     def advance(self, limit: int) -> bool:
-        """Goes on through the rounds as far as it can, but begins none that an earlier call has
-        not begun (`limit`): messages of a round are in the order of the calls. Whether all
-        words have come and are gone.
+        """Continues the rounds as far as messages have come.
+
+        It starts only rounds below `limit`, the number of rounds that the call before has started,
+        because the messages of a round must be in the order of the calls.
+
+        Returns True if all words have come and have been sent.
         """
         last = len(self._receives) - 1
         while (k := self._rounds_done) <= last:
-            if k == self.begun:
+            if k == self.rounds_begun:
                 if k >= limit:
                     return False
-                self.begun += 1
+                self.rounds_begun += 1
                 if self.agreement is None or self.agreement.piece is None:
                     self._sends[k][0].Startall(self._sends[k])
                 else:
@@ -208,37 +227,37 @@ class Heads:
                         self.agreement = Agreement(self._header, self.sequence, self.size)
                         break
                 else:
-                    continue  # nothing new
+                    continue  # all words are the same as this rank's: nothing to add
             self.agreement.take(k, self._came[k])
-            self._say(k + 1)
+            self._set_words(k + 1)
         if self._long and self._long[0].Testall(self._long):
             self._long = []
         return not self._long
 
-    def met(self) -> Met:
-        """Returns what the words came to, where calls do not differ."""
+    def agreed(self) -> Met:
+        """Returns the result of the words of a call that does not differ."""
         if self.agreement is None:
             return AGREED[self._header.blocking]
         return Met((), self.agreement.piece, self.agreement.blocking)
 
-    def heard(self) -> set[int]:
-        """Ranks of which it is known that they have come to the call."""
+    def ranks_that_came(self) -> set[int]:
+        """Returns the ranks that are known to have come to the call."""
+        # a word of round k is knowledge about 4^k ranks, up to its sender
         step = RADIX**self._rounds_done
         ranks = {(self.rank - i) % self.size for i in range(step)}
         if self._rounds_done < len(self._receives):
-            for d, request in zip(
-                distances(self.size)[self._rounds_done],
-                self._receives[self._rounds_done],
-                strict=True,
-            ):
+            far = distances(self.size)[self._rounds_done]
+            receives = self._receives[self._rounds_done]
+            for distance, request in zip(far, receives, strict=True):
                 if request.Test():
-                    ranks.update((self.rank - d - i) % self.size for i in range(step))
+                    ranks.update((self.rank - distance - i) % self.size for i in range(step))
         return ranks
 
     def finish(self) -> None:
-        """All words have come.
+        """Ends the rounds, after all words have come.
 
-        Where calls differ, which all ranks know alike, it starts to get the headers of all.
+        If calls differ, it starts an exchange of the whole headers. All ranks do so, because all
+        have the same result.
         """
         self.over = True
         if self.agreement is not None and self.agreement.different:
@@ -249,45 +268,56 @@ class Heads:
 
 
 class Roll:
-    """Who has come to a call that takes long, where a rank hears from some ranks only: those
-    that wait tell each other the number of their latest call, and those that are beyond it
-    answer.
+    """The ranks that have come to a call, for messages about a call that takes long.
+
+    The words of a call come from a few ranks only. So ranks that wait send all others the number
+    of their latest call, and ranks that are beyond that call answer.
     """
 
     def __init__(self, comm: Any, rank: int, size: int) -> None:
         self._comm = comm
         self._rank = rank
-        self.needed = len(distances(size)) > 1
+        self.is_needed = len(distances(size)) > 1
         # calls that each has begun, as far as it is known
         self._came = [0] * size
         self._calls_told = [0] * size
         self._notes: list[tuple[np.ndarray, Any]] = []
 
-    def _tell(self, to: int, calls_begun: int, calls_awaited: int = 0) -> None:
+    def _send_note(self, to: int, calls_begun: int, calls_awaited: int = 0) -> None:
+        """Tells a rank how many calls this rank has begun.
+
+        calls_awaited: asks that rank for an answer once it has begun so many calls.
+        """
         self._calls_told[to] = calls_begun
         self._notes = [(note, request) for note, request in self._notes if not request.Test()]
         note = np.array([self._rank, calls_begun, calls_awaited], np.int64)
         self._notes.append((note, self._comm.Isend(note, to, _NOTE)))
 
-    def listen(self, begun: int) -> None:
-        """Hears what others have told. begun: calls that this rank has begun."""
-        while self.needed and (message := self._comm.Improbe(tag=_NOTE)) is not None:
+    def listen(self, calls_begun: int) -> None:
+        """Receives the notes of other ranks, and answers those that wait for an answer.
+
+        calls_begun: the number of calls that this rank has begun.
+        """
+        while self.is_needed and (message := self._comm.Improbe(tag=_NOTE)) is not None:
             note = np.zeros(3, np.int64)
             message.Recv(note)
-            sender, theirs, calls_awaited = note.tolist()
-            self._came[sender] = max(self._came[sender], theirs)
-            if self._calls_told[sender] < calls_awaited <= begun:
-                self._tell(sender, begun)
+            sender, sender_calls_begun, calls_awaited = note.tolist()
+            self._came[sender] = max(self._came[sender], sender_calls_begun)
+            if self._calls_told[sender] < calls_awaited <= calls_begun:
+                self._send_note(sender, calls_begun)
 
-    def missing(self, heads: Heads, begun: int) -> list[int]:
-        """Ranks of which it is not known that they have come to a call."""
+    def missing(self, heads: Heads, calls_begun: int) -> list[int]:
+        """Returns the ranks that are not known to have come to a call.
+
+        It asks those that it has not asked about this call, so a later answer may be shorter.
+        """
         other_ranks = [p for p in range(heads.size) if p != self._rank]
-        if self.needed:
+        if self.is_needed:
             for p in other_ranks:
                 if self._calls_told[p] <= heads.sequence:
-                    self._tell(p, begun, heads.sequence + 1)
-            self.listen(begun)
-        arrived_ranks = heads.heard()
+                    self._send_note(p, calls_begun, heads.sequence + 1)
+            self.listen(calls_begun)
+        arrived_ranks = heads.ranks_that_came()
         return [
             p for p in other_ranks if p not in arrived_ranks and self._came[p] <= heads.sequence
         ]

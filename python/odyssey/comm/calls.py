@@ -1,5 +1,5 @@
-"""Calls of collective operations: dtypes, operations, buffers, and what the other ranks see of a
-call.
+"""Calls of collective operations: dtypes, operations, buffers, and the header of a call, which is
+the part that the other ranks see.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ class ReduceOp(str, enum.Enum):
 
     @classmethod
     def of(cls, op: ReduceOp | str) -> ReduceOp:
-        """The operation of a name; "average" and "avg" are "mean".
+        """Returns the operation of a name; "average" and "avg" are "mean".
 
-        Raises ConfigError: there is none of this name.
+        Raises:
+            ConfigError: there is no operation of this name.
         """
         if isinstance(op, ReduceOp):
             return op
@@ -81,7 +82,7 @@ UFUNCS = {
 
 
 def widen(array: np.ndarray) -> np.ndarray:
-    """float16 or bfloat16 as float32, exactly."""
+    """Returns a float16 or bfloat16 array as float32, which is exact."""
     if array.dtype == bfloat16:
         wide = np.empty(array.shape, np.float32)
         array = np.ascontiguousarray(array)
@@ -91,8 +92,9 @@ def widen(array: np.ndarray) -> np.ndarray:
 
 
 def narrow(array: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """float32 rounded to the nearest float16 or bfloat16 (ties to even), into `out` (contiguous,
-    as large).
+    """Rounds float32 numbers to float16 or bfloat16 in `out`, and returns `out`.
+
+    Rounding is to the nearest number, ties to even. `out` is contiguous and has the same size.
     """
     if out.dtype == bfloat16:
         array = np.ascontiguousarray(array, np.float32)
@@ -104,22 +106,28 @@ def narrow(array: np.ndarray, out: np.ndarray) -> np.ndarray:
 
 
 def tree_reduce(arrays: Sequence[np.ndarray], op: ReduceOp) -> np.ndarray:
-    """A new array of several along the tree of parallel/plan.py. Integers wrap around."""
+    """Combines arrays along the fixed tree of parallel/plan.py into a new array.
+
+    Integers wrap around.
+    """
     if len(arrays) == 1:
         return arrays[0].copy()
-    half = 1 << (len(arrays) - 1).bit_length() - 1
-    a = tree_reduce(arrays[:half], op)
-    b = tree_reduce(arrays[half:], op)
+    # the left half has the largest power of two that is less than the number of arrays
+    left_count = 1 << (len(arrays) - 1).bit_length() - 1
+    left_total = tree_reduce(arrays[:left_count], op)
+    right_total = tree_reduce(arrays[left_count:], op)
     with np.errstate(over="ignore"):
-        return np.asarray(UFUNCS[op](a, b, out=a if a.ndim else None), a.dtype)
+        combined = UFUNCS[op](left_total, right_total, out=left_total if left_total.ndim else None)
+    # without dimensions the result is a NumPy scalar
+    return np.asarray(combined, left_total.dtype)
 
 
 Run = tuple[int, int]
 
 
-def runs(counts: Iterable[int]) -> list[Run]:
-    """[start, end) of consecutive pieces of so many."""
-    return list(itertools.pairwise(itertools.accumulate(counts, initial=0)))
+def consecutive_runs(sizes: Iterable[int]) -> list[Run]:
+    """Returns [start, end) of consecutive pieces of these sizes; the first starts at 0."""
+    return list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
 
 
 # --- a call, and what the other ranks see of it ---------------------------------------------------
@@ -162,82 +170,99 @@ class Call:
     header: Header | None = None
 
     def place(self, tail: Sequence[int]) -> None:
-        """Makes what a scatter receives into, where the caller gave nothing. tail: of the root's
-        header.
+        """Allocates the array into which a scatter receives, if the caller passed none.
+
+        tail: that of the root's header, with the dtype code, the number of dimensions, the shape.
         """
         if self.out is None:
-            self.out = np.empty(tail[2 : 2 + tail[1]], list(CODES)[tail[0]])
+            dtype_code, dimensions, *shape = tail
+            self.out = np.empty(shape[:dimensions], list(CODES)[dtype_code])
 
     def result(self) -> Any:
-        """Returns what the caller gets; called once, when `out` is filled."""
+        """Returns the result for the caller; to be called once, when `out` is filled."""
         return self.out if self.finish is None else self.finish()
 
     def tail(self, rank: int) -> tuple[tuple[int, ...], int]:
-        """The tail of its header, and its balance."""
+        """Returns the tail and the balance of the call's header; see Header.
+
+        Raises:
+            ShapeError: the piece of a scatter has more than DIMENSIONS dimensions.
+        """
         if self.kind == "all_to_all_v":
-            gives = self.send_counts
-            takes = self.receive_counts
-            return (max(gives), *gives, *takes), balance(rank, gives, takes)
+            send_counts = self.send_counts
+            receive_counts = self.receive_counts
+            tail = (max(send_counts), *send_counts, *receive_counts)
+            return tail, balance_counts(rank, send_counts, receive_counts)
         if self.kind != "scatter":
             return (), 0
         piece = self.out if self.send is None else self.send[0]
-        if piece is None:
+        if piece is None:  # a receiver that does not know the shape
             return (-1, *(0,) * (1 + DIMENSIONS)), 0
         if piece.ndim > DIMENSIONS:
             raise ShapeError(
                 f"[comm] scatter of {piece.ndim} dimensions; it takes at most {DIMENSIONS}"
             )
-        return (CODES[piece.dtype], piece.ndim, *piece.shape, *(0,) * (DIMENSIONS - piece.ndim)), 0
+        padding = (0,) * (DIMENSIONS - piece.ndim)
+        return (CODES[piece.dtype], piece.ndim, *piece.shape, *padding), 0
 
     def routes(self, rank: int, size: int, unit: int = 1) -> tuple[Sequence[Run], Sequence[Run]]:
-        """Elements [a, b) of the flat `send` that go to each of `size` ranks from `rank`, and of
-        the flat `out` that come from each, times `unit`; for all kinds that move numbers and
-        do not combine them.
+        """Returns which elements move between `rank` and each of the `size` ranks.
+
+        For all kinds of calls that move numbers and do not combine them.
+
+        Returns:
+            (sends, receives): sends[p] is the run [start, end) of the flat `send` that goes to
+            rank p, and receives[p] the run of the flat `out` that comes from rank p. Both are
+            multiplied by `unit`, for example by the bytes of an element.
         """
         send_size, out_size = (
             None if array is None else array.size * unit for array in (self.send, self.out)
         )
         if self.kind == "all_to_all_v":
-            return runs(n * unit for n in self.send_counts), runs(
-                n * unit for n in self.receive_counts
-            )
+            sends = consecutive_runs(count * unit for count in self.send_counts)
+            receives = consecutive_runs(count * unit for count in self.receive_counts)
+            return sends, receives
         if self.kind == "all_gather_v":
-            ranges = [(a * unit, b * unit) for a, b in self.ranges]
+            ranges = [(start * unit, end * unit) for start, end in self.ranges]
             return [ranges[rank]] * size, ranges
-        return _routes(self.kind, send_size, out_size, self.root, rank, size)
+        return _find_routes(self.kind, send_size, out_size, self.root, rank, size)
 
 
 @functools.lru_cache(1024)
-def _routes(
+def _find_routes(
     kind: str, send_size: int | None, out_size: int | None, root: int, rank: int, size: int
 ) -> tuple[Sequence[Run], Sequence[Run]]:
-    of_root = kind in ("broadcast", "scatter")
-    gives = takes = [(0, 0)] * size
-    if send_size is not None and not (of_root and rank != root):
-        gives = (
-            runs([send_size // size] * size)
-            if kind in ("scatter", "all_to_all")
-            else [(0, send_size)] * size
-        )
-        if kind == "gather":
-            gives = [(0, send_size * (p == root)) for p in range(size)]
+    """Returns what `Call.routes` does, for the kinds whose ranks all move equally much.
+
+    send_size, out_size: the sizes of the two arrays; None if this rank has none.
+    """
+    comes_from_root = kind in ("broadcast", "scatter")
+    sends = receives = [(0, 0)] * size
+    if send_size is not None and not (comes_from_root and rank != root):
+        if kind in ("scatter", "all_to_all"):
+            sends = consecutive_runs([send_size // size] * size)
+        elif kind == "gather":
+            sends = [(0, send_size if p == root else 0) for p in range(size)]
+        else:
+            sends = [(0, send_size)] * size
     if out_size is not None:
-        takes = (
-            [(0, out_size * (p == root)) for p in range(size)]
-            if of_root
-            else runs([out_size // size] * size)
-        )
-    return gives, takes
+        if comes_from_root:
+            receives = [(0, out_size if p == root else 0) for p in range(size)]
+        else:
+            receives = consecutive_runs([out_size // size] * size)
+    return sends, receives
 
 
 class Header(NamedTuple):
-    """Header of a call: what the other ranks see of it.
+    """The header of a call, which is the part of it that the other ranks see.
 
-    `signature` is a hash of what must be equal; `text` says it to people, with the source line;
-    `tail` has numbers that each rank may have of its own: largest send count, send and receive
-    counts of an all_to_all_v; dtype code (-1: not known here), dimensions and shape of a piece in a
-    scatter. `repeated`: the data are already on their way (base.Repeated). `balance` is that of the
-    counts.
+    signature: a hash of everything that must be equal on all ranks.
+    text: the same for people, with the source line.
+    tail: numbers that may differ between ranks. Of an all_to_all_v: the largest send count, the
+        send counts, the receive counts. Of a scatter: the dtype code of a piece (-1 if this rank
+        does not know it), its number of dimensions, its shape.
+    repeated: the data are already on their way (base.Repeated).
+    balance: the result of `balance_counts`; 0 for calls without counts.
     """
 
     sequence: int
@@ -257,23 +282,28 @@ DIMENSIONS = 8
 
 
 @functools.lru_cache(256)
-def balance(rank: int, gives: tuple[int, ...], takes: tuple[int, ...]) -> int:
-    """A number of 64 bits whose sum over all ranks is 0 where each expects from each what that
-    gives: so counts are compared in time proportional to the ranks, not to the pairs. Tuples
-    of integers have the same hash everywhere.
+def balance_counts(rank: int, send_counts: tuple[int, ...], receive_counts: tuple[int, ...]) -> int:
+    """Returns a number of 64 bits whose sum over all ranks is 0 if all counts match.
+
+    Counts match if each rank expects from each other rank as much as that one sends. A sum
+    compares them in time proportional to the ranks, not to the pairs of ranks. It works because
+    tuples of integers have the same hash in all processes.
     """
-    send_hash = sum(hash((rank, p, n)) for p, n in enumerate(gives))
-    return (send_hash - sum(hash((p, rank, n)) for p, n in enumerate(takes))) % 2**64
+    send_hash = sum(hash((rank, p, count)) for p, count in enumerate(send_counts))
+    receive_hash = sum(hash((p, rank, count)) for p, count in enumerate(receive_counts))
+    return (send_hash - receive_hash) % 2**64
 
 
 def header_bytes(size: int) -> int:
-    """Length of a packed header in a group of `size`, with the longest tail."""
-    return _HEAD.size + 8 * max(1 + 2 * size, 2 + DIMENSIONS)
+    """Returns the bytes of a packed header in a group of `size` ranks, with the longest tail."""
+    all_to_all_tail = 1 + 2 * size
+    scatter_tail = 2 + DIMENSIONS
+    return _HEAD.size + 8 * max(all_to_all_tail, scatter_tail)
 
 
 def pack(header: Header, into: np.ndarray) -> None:
     """Writes a header into uint8 memory of `header_bytes(size)`."""
-    text = _encoded(header.text)
+    text = _encode_text(header.text)
     numbers = header.sequence, header.signature, header.balance
     _HEAD.pack_into(into, 0, *numbers, header.blocking, header.repeated, text)
     if header.tail:
@@ -281,79 +311,90 @@ def pack(header: Header, into: np.ndarray) -> None:
 
 
 @functools.lru_cache(1024)
-def _encoded(text: str) -> bytes:
+def _encode_text(text: str) -> bytes:
+    """Returns a text in at most TEXT bytes, cut with "..." at its end."""
     data = text.encode()
     return data if len(data) <= TEXT else data[: TEXT - 3].decode(errors="ignore").encode() + b"..."
 
 
 def unpack(packed: Sequence[np.ndarray], like: Header) -> list[Header]:
-    """The headers of all ranks out of the bytes that `pack` wrote; their kind is that of `like`,
-    which matters if they are equal. Of an all_to_all_v without the counts, unless these do
-    not fit.
+    """Returns the headers of all ranks from the bytes that `pack` wrote.
+
+    Kind and root are not packed: they are those of `like`, this rank's header, which is right for
+    calls that agree. The counts of an all_to_all_v are only needed to explain a mismatch, so they
+    are unpacked only if they differ.
     """
-    counts = like.kind == "all_to_all_v"
-    headers = [_unpacked(data, like, 1 if counts else len(like.tail)) for data in packed]
-    if counts and _unbalanced(headers):
-        headers = [_unpacked(data, like, len(like.tail)) for data in packed]
+    has_counts = like.kind == "all_to_all_v"
+    tail_length = 1 if has_counts else len(like.tail)
+    headers = [_unpack_header(data, like, tail_length) for data in packed]
+    if has_counts and _counts_differ(headers):
+        headers = [_unpack_header(data, like, len(like.tail)) for data in packed]
     return headers
 
 
-def _unpacked(data: np.ndarray, like: Header, numbers: int) -> Header:
+def _unpack_header(data: np.ndarray, like: Header, tail_length: int) -> Header:
+    """Returns one header, with the first `tail_length` numbers of its tail."""
     sequence, signature, balance, blocking, repeated, text = _HEAD.unpack_from(data, 0)
-    tail = struct.unpack_from(f"<{numbers}q", data, _HEAD.size) if numbers else ()
+    tail = struct.unpack_from(f"<{tail_length}q", data, _HEAD.size) if tail_length else ()
     text = text.rstrip(b"\0").decode(errors="replace")
     return Header(
         sequence, signature, text, tail, like.kind, like.root, blocking, repeated, balance
     )
 
 
-def _unbalanced(headers: Sequence[Header]) -> bool:
+def _counts_differ(headers: Sequence[Header]) -> bool:
+    """Returns True if a rank expects another count than the one that is sent to it."""
     return bool(sum(header.balance for header in headers) % 2**64)
 
 
-def mismatch(headers: Sequence[Header], ranks: Sequence[int]) -> str | None:
-    """Returns what is wrong with the calls of all ranks of a group, or None.
+def find_mismatch(headers: Sequence[Header], ranks: Sequence[int]) -> str | None:
+    """Returns a message if the calls of the ranks of a group differ, or None.
 
-    The same answer on all of them. headers: of ranks 0, 1, ... of the group. ranks: their world
-    ranks, for the message.
+    The result is the same on all ranks, because all of them call it with the same headers.
+
+    headers: those of ranks 0, 1, ... of the group.
+    ranks: their world ranks, for the message.
     """
     first = headers[0]
     for p, header in enumerate(headers):
         if (header.sequence, header.signature) != (first.sequence, first.signature):
             return (
                 f"[comm] rank {ranks[0]} calls {first.text}, but rank {ranks[p]} calls "
-                f"{header.text}; "
-                "all ranks of a group must make the same calls in the same order (this was call "
-                f"{first.sequence})"
+                f"{header.text}; all ranks of a group must make the same calls in the same order "
+                f"(this was call {first.sequence})"
             )
-    n = len(headers)
-    if first.kind == "all_to_all_v" and _unbalanced(headers):
-        for a, sender in enumerate(headers):
-            for b, receiver in enumerate(headers):
-                gives = sender.tail[1 + b]
-                wants = receiver.tail[1 + n + a]
-                if gives != wants:
+    size = len(headers)
+    if first.kind == "all_to_all_v" and _counts_differ(headers):
+        for p, sender in enumerate(headers):
+            for q, receiver in enumerate(headers):
+                # a tail is: the largest send count, `size` send counts, `size` receive counts
+                sent_count = sender.tail[1 + q]
+                expected_count = receiver.tail[1 + size + p]
+                if sent_count != expected_count:
                     return (
-                        f"[comm] rank {ranks[a]} sends {gives} elements to rank {ranks[b]} in "
+                        f"[comm] rank {ranks[p]} sends {sent_count} elements to rank {ranks[q]} in "
                         f"{sender.text}, but that "
-                        f"expects {wants} in {receiver.text}; both must give the same count"
+                        f"expects {expected_count} in {receiver.text}; both must give the same "
+                        "count"
                     )
     if first.kind == "scatter":
         root_header = headers[first.root]
         for p, header in enumerate(headers):
             if header.tail[0] >= 0 and header.tail != root_header.tail:
+                sent_piece = _describe_piece(root_header.tail)
+                expected_piece = _describe_piece(header.tail)
                 return (
-                    f"[comm] rank {ranks[first.root]} scatters pieces of "
-                    f"{_piece(root_header.tail)} in "
-                    f"{root_header.text}, but "
-                    f"rank {ranks[p]} expects {_piece(header.tail)} in {header.text}; give the "
-                    "same shape and dtype"
+                    f"[comm] rank {ranks[first.root]} scatters pieces of {sent_piece} in "
+                    f"{root_header.text}, but rank {ranks[p]} expects {expected_piece} in "
+                    f"{header.text}; give the same shape and dtype"
                 )
     return None
 
 
-def _piece(tail: Sequence[int]) -> str:
-    return f"{NAMES[list(CODES)[tail[0]]]} {tuple(tail[2 : 2 + tail[1]])}"
+def _describe_piece(tail: Sequence[int]) -> str:
+    """Returns dtype and shape of a scatter's piece, from the tail of a header."""
+    dtype_code, dimensions, *shape = tail
+    return f"{NAMES[list(CODES)[dtype_code]]} {tuple(shape[:dimensions])}"
 
 
 class _Made(threading.local):
@@ -365,17 +406,21 @@ made = _Made()
 
 
 def caller_location(depth: int) -> tuple[str, int]:
-    """File and line of the program that called odyssey: those of the nearest frame outside of
-    the package. Where nobody outside called it, in `odyssey train` and in threads of its own,
-    the nearest outside of `comm`; in a thread that makes calls of another, `made.at`.
+    """Returns the file and the line of the program that called odyssey.
+
+    That is the nearest frame outside of the package. `odyssey train`, and threads of the package,
+    have no such frame: the result is then the nearest frame outside of `comm`. In a thread that
+    makes calls on behalf of another one it is `made.at`.
+
+    depth: the number of frames to skip, as in `sys._getframe`.
     """
     if made.at is not None:
         return made.at
     frame: Any = sys._getframe(depth)
-    fallback = None
+    fallback = None  # the nearest frame outside of comm
     while frame is not None:
         file = frame.f_code.co_filename
-        owner = _owners.get(file) or _owner_of(file)
+        owner = _owners.get(file) or _find_owner(file)
         if owner == _USER:
             return file, frame.f_lineno
         if owner != _COMM and fallback is None:
@@ -387,19 +432,20 @@ def caller_location(depth: int) -> tuple[str, int]:
     return fallback.f_code.co_filename, fallback.f_lineno
 
 
-#: Whose code a file is: a user's; that of comm; the rest of the package and the standard library,
-#: which stands between them in context managers, decorators and threads; that of the package's own
-#: commands, which no program has called.
+#: The owner of a file of code: a user; comm; the rest of the package and the standard library,
+#: which are between the two in context managers, decorators and threads; the commands of the
+#: package, which no program has called.
 _USER, _COMM, _BETWEEN, _PROGRAM = range(1, 5)
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
-#: Folders of libraries that call on behalf of a user, such as torch: neither are they who called.
+#: Folders of libraries that call on behalf of a user, such as torch. They are between, too.
 libraries: list[str] = []
 # by file: a string is looked up in 30 ns, the name of a frame's module in 150
 _owners: dict[str, int] = {}
 
 
-def _owner_of(file: str) -> int:
+def _find_owner(file: str) -> int:
+    """Returns the owner of a file, and keeps it in `_owners`."""
     packages = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
     if file.startswith(_PACKAGE):
         folder = file.removeprefix(_PACKAGE).split(os.sep)[0]
@@ -411,21 +457,28 @@ def _owner_of(file: str) -> int:
 
 
 @functools.lru_cache(4096)
-def describe(kind: str, described: tuple, path: str, line: int) -> tuple[int, str]:
-    """(signature, text) of a call that a line of a file makes."""
+def describe_call(kind: str, described: tuple, path: str, line: int) -> tuple[int, str]:
+    """Returns (signature, text) of a call that a line of a file makes; see Header.
+
+    The signature does not depend on the line: ranks may make a call at different places.
+
+    described: that of Call.
+    """
     digest = hashlib.blake2b(repr((kind, described)).encode(), digest_size=8).digest()
     words = [kind]
     if described:
         dtype, shape, root, op, details = described
-        words += [str(dtype)] if dtype else []
-        words += [str(shape).replace(" ", "")] if shape is not None else []
-        words += [str(op)] if op else []
-        words += [f"root {root}"] if root >= 0 else []
-        words += (
-            [details if isinstance(details, str) else str(details).replace(" ", "")]
-            if details
-            else []
-        )
+        if dtype:
+            words.append(str(dtype))
+        if shape is not None:
+            words.append(str(shape).replace(" ", ""))
+        if op:
+            words.append(str(op))
+        if root >= 0:
+            words.append(f"root {root}")
+        if details:
+            is_text = isinstance(details, str)
+            words.append(details if is_text else str(details).replace(" ", ""))
     call = " ".join(words)
     file = "/".join(path.split(os.sep)[-2:])
     site = f" at {file[-60:]}:{line}"
@@ -438,34 +491,37 @@ _ENVELOPE = struct.Struct(f"<qq{TEXT}s")
 
 
 def envelope_bytes() -> int:
-    """Length of a packed envelope, the header of a message from one rank to another."""
+    """Returns the bytes of a packed envelope, the header of a message between two ranks."""
     return _ENVELOPE.size
 
 
 def pack_envelope(envelope: Header) -> np.ndarray:
-    """An envelope, (dtype code, elements) and text, as uint8."""
-    return np.frombuffer(
-        bytearray(_ENVELOPE.pack(*envelope.tail, _encoded(envelope.text))), np.uint8
-    )
+    """Returns an envelope as uint8: its tail, (dtype code, elements), and its text."""
+    packed = _ENVELOPE.pack(*envelope.tail, _encode_text(envelope.text))
+    return np.frombuffer(bytearray(packed), np.uint8)  # a bytearray, so that it is writable
 
 
 def unpack_envelope(data: np.ndarray) -> tuple[tuple[int, int], str]:
-    """((dtype code, elements), text)."""
-    dtype, count, text = _ENVELOPE.unpack(data)
-    return (dtype, count), text.rstrip(b"\0").decode(errors="replace")
+    """Returns ((dtype code, elements), text) of a packed envelope."""
+    dtype_code, count, text = _ENVELOPE.unpack(data)
+    return (dtype_code, count), text.rstrip(b"\0").decode(errors="replace")
 
 
 def check_envelope(
-    sent: Sequence[int], text: str, out: np.ndarray, mine: Header, source: int, rank: int
+    sent: Sequence[int], text: str, out: np.ndarray, header: Header, source: int, rank: int
 ) -> str | None:
-    """Returns what is wrong between a message of (dtype code, elements) and the array that
-    receives it, or None.
+    """Returns a message if a receive does not fit the message that was sent, or None.
+
+    sent, text: (dtype code, elements) and the text of the sender's envelope.
+    out, header: the array that receives the message, and the receiver's envelope.
+    source, rank: the world ranks of sender and receiver, for the message.
     """
-    if tuple(sent) == mine.tail:
+    if tuple(sent) == header.tail:
         return None
-    dtype = NAMES[list(CODES)[sent[0]]]
+    dtype_code, count = sent
+    dtype = NAMES[list(CODES)[dtype_code]]
     return (
-        f"[comm] rank {source} sends {sent[1]} elements of {dtype} in {text}, but rank {rank} "
+        f"[comm] rank {source} sends {count} elements of {dtype} in {text}, but rank {rank} "
         f"receives {out.size} of "
-        f"{NAMES[out.dtype]} in {mine.text}; give both the same number and dtype"
+        f"{NAMES[out.dtype]} in {header.text}; give both the same number and dtype"
     )

@@ -1,11 +1,13 @@
 """Cores and memory that this process may use, by its affinity mask and its control groups'
 limits (v1 and v2).
 
-It imports nothing that takes time: the wrapper of a rank (run/rank_wrapper.py) uses it at each
+It imports nothing that takes time: the wrapper of a rank (launch/rank_wrapper.py) uses it at each
 start.
 """
 
 import os
+
+MASK_BITS = 1024  # the number of cores that `core_mask` distinguishes
 
 # limit, events
 _MEMORY = {1: ("memory.limit_in_bytes", "memory.oom_control"), 2: ("memory.max", "memory.events")}
@@ -19,6 +21,14 @@ def cores() -> int:
     mask = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota()
     return mask if quota is None else max(1, min(mask, int(quota)))
+
+
+def core_mask() -> int:
+    """Returns the cores of this process as bits; 0 if they are not known."""
+    indices = (
+        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 0)
+    )
+    return sum(1 << core for core in indices) if max(indices, default=0) < MASK_BITS else 0
 
 
 def default_threads(ranks: int) -> int:
@@ -54,6 +64,18 @@ def memory_limit(root: str | os.PathLike[str] = "/") -> int | None:
     return min(
         (int(t) for t in texts if t.isascii() and t.isdigit() and int(t) < 1 << 60), default=None
     )
+
+
+def available_memory(root: str | os.PathLike[str] = "/") -> int:
+    """Returns the bytes of memory that this process can still get, within the limits of its
+    control groups; a very large number if the machine doesn't say.
+    """
+    free = 1 << 60
+    for line in _read(root, "proc/meminfo").splitlines():
+        words = line.split()
+        if len(words) > 1 and words[0] == "MemAvailable:" and words[1].isdigit():
+            free = int(words[1]) * 1024
+    return min(free, memory_limit(root) or free)
 
 
 def oom_kills(root: str | os.PathLike[str] = "/") -> int:

@@ -46,7 +46,7 @@ class DeviceTransport:
     def mark(self) -> None:
         """Remembers what has been exchanged until now."""
 
-    def done(self) -> bool:
+    def is_complete(self) -> bool:
         """Returns whether all of that is complete. Raises CollectiveError if it never will be."""
         return True
 
@@ -86,7 +86,7 @@ class Exchanged(Waiting):
         # one of the calls of its group, so a watcher sees who has not come so far
         self._sequence = comm._sequence
         comm._sequence += 1
-        slot.call(self._sequence, text, comm._mark)
+        slot.note_call(self._sequence, text, comm._mark)
 
     def mark(self) -> None:
         """All of it is enqueued."""
@@ -96,7 +96,7 @@ class Exchanged(Waiting):
     def test(self) -> bool:
         if not self._complete:
             try:
-                self._complete = all([link.done() for link in self._links])
+                self._complete = all([link.is_complete() for link in self._links])
             except CollectiveError as error:
                 self.broke(error)
         return self._complete
@@ -104,21 +104,21 @@ class Exchanged(Waiting):
     def broke(self, error: CollectiveError) -> None:
         """It cannot be completed: the ranks are no longer in step."""
         self._fail(error)
-        self._comm._broke(error)
+        self._comm._mark_broken(error)
 
     def _fail(self, error: BaseException) -> None:
         super()._fail(error)
         for link in self._links:  # or the queue would never become empty
             link.abort()
 
-    def _number(self) -> int:
+    def _get_call_number(self) -> int:
         return self._sequence
 
-    def _late(self) -> list[int]:
+    def _find_late(self) -> list[int]:
         return [p for p in range(self._comm.size) if p != self._comm.rank]
 
 
-def wanted(comm: Communicator) -> bool:
+def is_requested(comm: Communicator) -> bool:
     """Returns whether somebody asked for transfers between GPUs; a group of one needs none.
 
     Raises ConfigError: ODYSSEY_GPU_MPI has a value that is not allowed.

@@ -163,10 +163,12 @@ class Exits:
                 pending[0] is not shown_request
             ):  # the watcher is to see that this rank waits, and in what
                 shown_request = pending[0]
-                slot.enter(
-                    shown_request._number(), shown_request.describe(), shown_request._waited_for()
+                slot.begin_wait(
+                    shown_request._get_call_number(),
+                    shown_request.describe(),
+                    shown_request._describe_awaited(),
                 )
             if until - checked_at > LAST_S and any(map(self.ended, comm.ranks)):
                 until = checked_at + LAST_S
             time.sleep(1e-3)
-        slot.leave()
+        slot.end_wait()

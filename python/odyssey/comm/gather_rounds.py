@@ -1,8 +1,8 @@
-"""An all-gather in rounds, log4 of the ranks: who passes which ranks' data on to whom.
+"""The plan of an all-gather in log4(ranks) rounds: the messages of each rank and their contents.
 
-In round k a rank sends to the ranks 1, 2 and 3 times 4^k after it what it has: its own data and
-those of the ranks just before it. So each message carries data of several ranks, and each rank gets
-the data of each other rank once.
+In round k a rank sends all that it has to the ranks 1, 2 and 3 times 4^k after it: its own data,
+and the data of the ranks just before it. So each message carries the data of several ranks, and
+each rank receives the data of each other rank once.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import NamedTuple
 from .call_checks import RADIX, distances
 from .calls import Run
 
-#: Up to so many ranks with data, each sends its data to each other rank itself, which takes one
-#: step. More ranks take rounds: each of 32 ranks sends 7 messages instead of 31.
+#: Up to this number of ranks with data, each sends its data directly to each other rank, in one
+#: step. More ranks use rounds: for example, each of 32 ranks sends 7 messages instead of 31.
 DIRECT = 16
 
 
@@ -37,7 +37,7 @@ class GatherRound(NamedTuple):
 
 
 def gather_rounds(rank: int, ranges: Sequence[Run]) -> tuple[GatherRound, ...]:
-    """Returns the rounds of a rank. ranges: the elements [a, b) of each rank."""
+    """Returns the rounds of a rank. ranges: the elements [start, end) of each rank."""
     size = len(ranges)
     rounds = []
     step = 1
@@ -45,36 +45,37 @@ def gather_rounds(rank: int, ranges: Sequence[Run]) -> tuple[GatherRound, ...]:
         sends = []
         receives = []
         for distance in far:
-            # ranks whose data go this far: all others have theirs already
+            # the ranks whose data go so far; the receiver has the data of all others already
             count = min(step, size - distance)
-            sends.append(Passed((rank + distance) % size, _joined(rank, count, ranges)))
+            receiver = (rank + distance) % size
+            sends.append(Passed(receiver, _join_runs(rank, count, ranges)))
             sender = (rank - distance) % size
-            receives.append(Passed(sender, _joined(sender, count, ranges)))
-        rounds.append(GatherRound(_with_data(sends), _with_data(receives)))
+            receives.append(Passed(sender, _join_runs(sender, count, ranges)))
+        rounds.append(GatherRound(_drop_empty(sends), _drop_empty(receives)))
         step *= RADIX
     return tuple(rounds)
 
 
-def _with_data(messages: list[Passed]) -> tuple[Passed, ...]:
+def _drop_empty(messages: list[Passed]) -> tuple[Passed, ...]:
+    """Returns the messages that carry elements."""
     return tuple(message for message in messages if message.runs)
 
 
-def _joined(last: int, count: int, ranges: Sequence[Run]) -> tuple[Run, ...]:
-    """The elements of `count` ranks, of which one is the last; neighbouring runs as one."""
+def _join_runs(last: int, count: int, ranges: Sequence[Run]) -> tuple[Run, ...]:
+    """Returns the elements of the `count` ranks up to rank `last`; adjacent runs are joined."""
     size = len(ranges)
     runs: list[Run] = []
     for begin, end in sorted(ranges[(last - i) % size] for i in range(count)):
         if begin == end:
             continue
-        if runs and runs[-1][1] == begin:
-            runs[-1] = (runs[-1][0], end)
+        previous_begin, previous_end = runs[-1] if runs else (-1, -1)
+        if previous_end == begin:
+            runs[-1] = (previous_begin, end)
         else:
             runs.append((begin, end))
     return tuple(runs)
 
 
 def passes_on(ranges: Sequence[Run]) -> bool:
-    """True if an all-gather of these ranges that is made again and again goes in rounds; the
-    same on all ranks.
-    """
+    """Returns True if a repeated all-gather of these ranges uses rounds; the same on all ranks."""
     return sum(begin < end for begin, end in ranges) > DIRECT

@@ -23,27 +23,30 @@ class Links:
 
     def __init__(self, near: Collection[int]) -> None:
         self.near = frozenset(near)
-        self.seen: dict[int, tuple[float, float]] = {}  # bytes, ns
+        self.totals: dict[int, tuple[float, float]] = {}  # bytes, ns
         self._next = 0
 
     def came(self, rank: int, size: int, ns: int) -> None:
         """Counts data of a rank that took so long."""
-        bytes_, total_ns = self.seen.get(rank, (0.0, 0.0))
-        self.seen[rank] = bytes_ + size, total_ns + ns
+        bytes_, total_ns = self.totals.get(rank, (0.0, 0.0))
+        self.totals[rank] = bytes_ + size, total_ns + ns
 
-    def judge(self, now: int) -> None:
+    def judge(self, time_ns: int) -> None:
         """A call is complete: tells the status slot of the slowest link, if it is much slower
         than the others.
         """
-        if now < self._next:
+        if time_ns < self._next:
             return
-        self._next = now + EVERY_NS
-        worst = max(self.seen, key=lambda p: self.seen[p][1] / self.seen[p][0])
-        size, ns = self.seen[worst]
+        self._next = time_ns + EVERY_NS
+        worst = max(self.totals, key=lambda p: self.totals[p][1] / self.totals[p][0])
+        size, ns = self.totals[worst]
         other_bytes, other_ns = (
-            sum(of[i] for p, of in self.seen.items() if p != worst) for i in (0, 1)
+            sum(of[i] for p, of in self.totals.items() if p != worst) for i in (0, 1)
         )
         times = ns * other_bytes / (size * max(other_ns, 1.0))
         slow = ns >= SLOW_NS and times >= TIMES
-        slot.link(*(worst, int(size), int(ns), int(min(times, 999))) if slow else (0, 0, 0, 0))
-        self.seen = {p: (size / 2, ns / 2) for p, (size, ns) in self.seen.items()}
+        if slow:
+            slot.note_slow_link(worst, int(size), int(ns), int(min(times, 999)))
+        else:
+            slot.note_slow_link(rank=0, size=0, ns=0, times=0)
+        self.totals = {p: (size / 2, ns / 2) for p, (size, ns) in self.totals.items()}

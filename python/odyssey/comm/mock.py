@@ -19,7 +19,7 @@ import numpy as np
 from ..errors import CollectiveError, ConfigError
 from . import base
 from .base import Communicator
-from .calls import Call, Header, mismatch, tree_reduce
+from .calls import Call, Header, find_mismatch, tree_reduce
 from .requests import MessageQueue, Received, Request, Waiting, deadline
 
 
@@ -47,7 +47,7 @@ class _Meeting:
 
     def __init__(self, size: int) -> None:
         self.calls: list[Call | None] = [None] * size
-        self.done = False
+        self.complete = False
         self.wrong: str | None = None
 
 
@@ -74,10 +74,10 @@ class MockCommunicator(Communicator):
             meeting.calls[self.rank] = call
             if None not in meeting.calls:
                 del self._group.meetings[sequence]
-                meeting.wrong = mismatch([c.header for c in meeting.calls], self.ranks)
+                meeting.wrong = find_mismatch([c.header for c in meeting.calls], self.ranks)
                 if meeting.wrong is None:
                     exchange(meeting.calls)
-                meeting.done = True
+                meeting.complete = True
                 self._world.changed.notify_all()
         return _Met(self, meeting, call)
 
@@ -94,7 +94,7 @@ class MockCommunicator(Communicator):
             receive = Received(line, out, envelope, self.ranks[source], self.ranks[self.rank])
         return _Received(self, receive, source)
 
-    def _sub(self, members: tuple[int, ...]) -> MockCommunicator:
+    def _create_subgroup(self, members: tuple[int, ...]) -> MockCommunicator:
         ranks = tuple(self.ranks[p] for p in members)
         with self._world.changed:  # all members have made the same number of calls in this group
             group = self._world.groups.setdefault(
@@ -140,10 +140,10 @@ class _Patient(Waiting):
     def test(self) -> bool:
         if not self._complete:
             with self._comm._world.changed:
-                self._take()
+                self._try_complete()
         return self._complete
 
-    def _take(self) -> None:
+    def _try_complete(self) -> None:
         """Completes if it can; the lock is held."""
         raise NotImplementedError
 
@@ -153,19 +153,19 @@ class _Patient(Waiting):
         until = time.monotonic() + timeout
         with world.changed:
             while True:
-                self._take()
+                self._try_complete()
                 if self._complete:
                     return
-                ended_ranks = sorted(world.ended & {self._comm.ranks[p] for p in self._late()})
+                ended_ranks = sorted(world.ended & {self._comm.ranks[p] for p in self._find_late()})
                 remaining_s = until - time.monotonic()
                 if world.aborted is not None:
                     self._give_up(
                         f"[comm] {self._text}: all ranks were ended with code {world.aborted}"
                     )
                 elif ended_ranks:
-                    self._give_up(self._ended(ended_ranks))
+                    self._give_up(self._describe_end(ended_ranks))
                 elif remaining_s <= 0:
-                    self._give_up(self._timed_out(timeout))
+                    self._give_up(self._describe_timeout(timeout))
                 else:
                     world.changed.wait(remaining_s)
 
@@ -178,8 +178,8 @@ class _Met(_Patient):
         self._meeting = meeting
         self._call = call
 
-    def _take(self) -> None:
-        if not self._meeting.done:
+    def _try_complete(self) -> None:
+        if not self._meeting.complete:
             return
         if self._meeting.wrong:
             error = CollectiveError(self._meeting.wrong)
@@ -190,7 +190,7 @@ class _Met(_Patient):
             self._complete = True
         self._meeting = self._call = None
 
-    def _late(self) -> list[int]:
+    def _find_late(self) -> list[int]:
         return [p for p, call in enumerate(self._meeting.calls) if call is None]
 
 
@@ -202,10 +202,10 @@ class _Received(_Patient):
         self._receive = receive
         self._source = source
 
-    def _take(self) -> None:
+    def _try_complete(self) -> None:
         self._follow(self._receive)
 
-    def _late(self) -> list[int]:
+    def _find_late(self) -> list[int]:
         return [self._source]
 
 

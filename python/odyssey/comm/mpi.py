@@ -53,9 +53,9 @@ from .calls import (  # noqa: E402
     ReduceOp,
     caller_location,
     check_envelope,
-    describe,
+    describe_call,
     envelope_bytes,
-    mismatch,
+    find_mismatch,
     pack_envelope,
     unpack,
     unpack_envelope,
@@ -69,7 +69,7 @@ from .staged import Headed, Met, Staged  # noqa: E402
 
 # threads wait in groups of their own, and move on what others receive
 _receiving = threading.RLock()
-# ns; between these MPI started, and its launcher made a file for it (run/start_watcher.py)
+# ns; between these MPI started, and its launcher made a file for it (watch/start_watcher.py)
 STARTED = _import_started, _started
 
 _OPS = {
@@ -119,7 +119,7 @@ class _Repeated(Headed):
         "_header",
         "_heads",
         "_messages",
-        "_own",
+        "_own_copy",
         "_place",
         "_rounds",
         "_since",
@@ -145,7 +145,7 @@ class _Repeated(Headed):
         self._header = Header(0, 0, "", tail, call.kind, repeated=True, balance=balance)
         self._place: tuple[str, int] = ("", 0)
         gives, takes = call.routes(me, size)
-        self._own = (
+        self._own_copy = (
             None
             if call.send is call.out
             else (call.out[slice(*takes[me])], call.send[slice(*gives[me])])
@@ -186,34 +186,35 @@ class _Repeated(Headed):
         comm = self._comm
         for gather_round in gather_rounds(comm.rank, self.call.ranges):
             receives = [
-                comm._head.Recv_init(self._pieces(m.runs), m.peer, tag)
+                comm._head.Recv_init(self._describe_memory(m.runs), m.peer, tag)
                 for m in gather_round.receives
             ]
             sends = [
-                comm._head.Send_init(self._pieces(m.runs), m.peer, tag) for m in gather_round.sends
+                comm._head.Send_init(self._describe_memory(m.runs), m.peer, tag)
+                for m in gather_round.sends
             ]
             self._rounds.append((receives, sends))
         self._messages = [request for receives, _ in self._rounds for request in receives]
         self._messages += [request for _, sends in self._rounds for request in sends]
         self._begun_rounds = len(self._rounds)  # nothing is under way
 
-    def _pieces(self, runs: Sequence[tuple[int, int]]) -> list[Any]:
-        """The memory of a message that carries these runs of the array, as mpi4py takes it."""
+    def _describe_memory(self, runs: Sequence[tuple[int, int]]) -> list[Any]:
+        """Returns the memory of a message with these runs of the array, in mpi4py's form."""
         out = self.call.out
         word = _WORDS[out.dtype.itemsize]
         if len(runs) == 1:
             return [out[slice(*runs[0])], word]
-        type_ = word.Create_indexed([b - a for a, b in runs], [a for a, _ in runs]).Commit()
-        self._types.append(type_)
-        return [out, 1, type_]
+        lengths = [end - start for start, end in runs]
+        starts = [start for start, _ in runs]
+        indexed_type = word.Create_indexed(lengths, starts).Commit()
+        self._types.append(indexed_type)
+        return [out, 1, indexed_type]
 
-    def pass_on(self) -> bool:
-        """Starts the rounds whose data are here; whether all have started.
+    def start_due_rounds(self) -> bool:
+        """Starts the rounds whose data have come, and returns True if all rounds have started.
 
-        The communicator's lock is held.
-
-        Other ranks wait for it, so it is called also while this rank waits for something else
-        (`listen`).
+        The caller holds the communicator's lock. Other ranks wait for these rounds, so this is
+        also called while this rank waits for something else (`listen`).
         """
         if self._begun_rounds < len(self._rounds):
             outcome = self._comm._poll_outcome(self._heads, self._header)
@@ -241,11 +242,11 @@ class _Repeated(Headed):
         place = caller_location(2)
         if place != self._place:
             self._place = place
-            signature, self._text = describe(call.kind, call.described, *place)
+            signature, self._text = describe_call(call.kind, call.described, *place)
             self._header = self._header._replace(signature=signature, text=self._text)
         self._sequence = comm._sequence
         comm._sequence += 1
-        slot.quick(self._sequence, comm._mark[0], self._text)
+        slot.note_short_call(self._sequence, comm._mark[0], self._text)
         self._result = None
         self._error = None
         self._complete = False
@@ -254,14 +255,17 @@ class _Repeated(Headed):
         comm._active.add(self)
         with comm._lock:
             MPI.Prequest.Startall(
-                comm._meet(self._heads, self._header, self._sequence) + self._first()
+                comm._join_call(self._heads, self._header, self._sequence) + self._first_requests()
             )
-        if self._own is not None:
-            self._own[0][...] = self._own[1]
+        if self._own_copy is not None:
+            self._own_copy[0][...] = self._own_copy[1]
         return self
 
-    def _first(self) -> list[Any]:
-        """The messages that start with the call."""
+    def _first_requests(self) -> list[Any]:
+        """Returns the requests that start with the call.
+
+        With rounds these are all receives, and the sends of the first round.
+        """
         if not self._rounds:
             return self._messages
         self._begun_rounds = 1
@@ -280,8 +284,8 @@ class _Repeated(Headed):
                 self._fail(self._comm._broken)
                 return True
             if outcome.headers:
-                wrong = mismatch(outcome.headers, self._comm.ranks) or ""
-                self._fail(self._comm._different(wrong, outcome.headers))
+                problem = find_mismatch(outcome.headers, self._comm.ranks) or ""
+                self._fail(self._comm._make_mismatch_error(problem, outcome.headers))
                 return True  # it stays among the active: its messages are under way for ever
             self.posted = True
             if self._header.balance:  # counts are compared the first time: they stay what they are
@@ -290,27 +294,28 @@ class _Repeated(Headed):
             self._due = self._far
         if self._rounds:  # which another thread may be passing on
             with self._comm._lock:
-                is_complete = self.pass_on() and MPI.Request.Testall(self._messages)
+                is_complete = self.start_due_rounds() and MPI.Request.Testall(self._messages)
         else:
             is_complete = MPI.Request.Testall(self._messages)
         if self._far:
-            self._look_at_links(is_complete)
+            self._measure_links(is_complete)
         if is_complete:
             self._complete = True
             self._comm._active.discard(self)
         return self._complete
 
-    def _late(self) -> list[int]:
-        return [] if self.posted else self._comm._missing(self._heads)
+    def _find_late(self) -> list[int]:
+        return [] if self.posted else self._comm._find_missing(self._heads)
 
-    def _look_at_links(self, is_complete: bool) -> None:
+    def _measure_links(self, is_complete: bool) -> None:
         """Counts how long data from other machines have taken."""
         time_ns = time.monotonic_ns()
         links = self._comm._links
         due = []
         for far in self._due:
-            if is_complete or far[0].Test():
-                links.came(far[1], far[2], time_ns - self._since)
+            request, rank, nbytes = far
+            if is_complete or request.Test():
+                links.came(rank, nbytes, time_ns - self._since)
             else:
                 due.append(far)
         self._due = due
@@ -318,7 +323,7 @@ class _Repeated(Headed):
             links.judge(time_ns)
 
     def free(self) -> None:
-        """Gives the requests back; not while they are under way."""
+        """Frees the requests; they must not be under way."""
         requests = self._messages + self._heads.requests
         self._messages = []
         self._heads.requests = []
@@ -391,19 +396,22 @@ class MPICommunicator(Staged):
 
     def _send_header(self, header: Header) -> Heads:
         heads = self._heads.pop() if self._heads else Heads(self._head, self.rank, self.size)
-        MPI.Prequest.Startall(self._meet(heads, header, header.sequence))
+        MPI.Prequest.Startall(self._join_call(heads, header, header.sequence))
         return heads
 
-    def _meet(self, heads: Heads, header: Header, sequence: int) -> list[Any]:
-        """Takes up a call; gives the requests to be started."""
-        if self._roll.needed:
-            # else what ranks tell one that never waits long would pile up
+    def _join_call(self, heads: Heads, header: Header, sequence: int) -> list[Any]:
+        """Adds a call to those whose words are under way; returns the requests to start."""
+        if self._roll.is_needed:
+            # otherwise the notes for a rank that never waits long would pile up
             self._roll.listen(self._sequence)
         self._meeting.append(heads)
         return heads.start(header, sequence)
 
-    def _move_on(self, until: Heads | None = None) -> None:
-        """Moves the words of calls on, in their order, up to those of one."""
+    def _advance_words(self, until: Heads | None = None) -> None:
+        """Advances the words of calls in the order of the calls, up to those of `until`.
+
+        A call may only start rounds that the call before has started; see `Heads.advance`.
+        """
         limit = sys.maxsize
         if until is self._meeting[0]:
             if until.advance(limit):
@@ -412,7 +420,7 @@ class MPICommunicator(Staged):
             return
         for heads in tuple(self._meeting):
             finished = heads.advance(limit)
-            limit = heads.begun
+            limit = heads.rounds_begun
             if finished and heads is self._meeting[0]:
                 self._meeting.popleft().finish()
                 limit = sys.maxsize
@@ -421,39 +429,40 @@ class MPICommunicator(Staged):
 
     def _poll_outcome(self, heads: Heads, local_header: Header) -> Met | None:
         if not heads.over:
-            self._move_on(heads)
+            self._advance_words(heads)
             if not heads.over:
                 return None
         if heads.texts is None:
-            return heads.met()
+            return heads.agreed()
         packed_headers, request = heads.texts
         return Met(unpack(packed_headers, local_header)) if request.Test() else None
 
-    def _headers(self, heads: Heads, local_header: Header) -> Met | None:
+    def _poll_headers(self, heads: Heads, local_header: Header) -> Met | None:
         outcome = self._poll_outcome(heads, local_header)
         if outcome is not None:
             self._heads.append(heads)
         return outcome
 
     def listen(self) -> None:
-        """Moves calls on, and tells who asks which this rank has begun; unless another thread is
-        testing them.
+        """Advances calls, and answers ranks that ask for the latest call of this one.
+
+        Does nothing while another thread tests the calls.
         """
         if self._lock.acquire(blocking=False):
             try:
                 if self._meeting:
-                    self._move_on()
+                    self._advance_words()
                 for call in tuple(self._active):
-                    call.pass_on()
+                    call.start_due_rounds()
                 self._roll.listen(self._sequence)
             finally:
                 self._lock.release()
 
-    def _missing(self, heads: Heads) -> list[int]:
+    def _find_missing(self, heads: Heads) -> list[int]:
         with self._lock:
             return self._roll.missing(heads, self._sequence)
 
-    def _gone(self, ranks: Sequence[int]) -> list[int]:
+    def _find_ended(self, ranks: Sequence[int]) -> list[int]:
         return [p for p in ranks if self._exits.ended(self.ranks[p])]
 
     # --- data ---
@@ -464,26 +473,28 @@ class MPICommunicator(Staged):
         out = call.out
         if kind in ("barrier", "group"):
             return None  # that all headers came is all there is to it
-        # What is only moved is words; where it is combined mpi4py looks at the array for its type
-        # (None).
-        mpi = _WORDS[(out if send is None else send).itemsize] if call.op is None else None
-        give = None if send is None else MPI.IN_PLACE if send is out else [send, mpi]
-        take = None if out is None else [out, mpi]
+        # Numbers that are only moved are words of their size. For numbers that are combined the
+        # type is None, and mpi4py finds it from the array.
+        mpi_type = _WORDS[(out if send is None else send).itemsize] if call.op is None else None
+        give = None if send is None else MPI.IN_PLACE if send is out else [send, mpi_type]
+        take = None if out is None else [out, mpi_type]
         if kind == "all_to_all_v":
-            give = [send, list(call.send_counts), mpi]
-            take = [out, list(call.receive_counts), mpi]
+            give = [send, list(call.send_counts), mpi_type]
+            take = [out, list(call.receive_counts), mpi_type]
         elif kind == "all_gather_v":
-            take = [out, [b - a for a, b in call.ranges], [a for a, _ in call.ranges], mpi]
+            lengths = [end - start for start, end in call.ranges]
+            starts = [start for start, _ in call.ranges]
+            take = [out, lengths, starts, mpi_type]
         arguments = [take] if kind == "broadcast" else [give, take]
         if call.op is not None:
             arguments.append(_OPS[call.op])
         if call.root >= 0:
             arguments.append(call.root)
-        # Where ranks outnumber cores and all of them wait for this call, the blocking form is
-        # faster (docs/log.md).
+        # If there are more ranks than cores and all of them wait for this call, the blocking form
+        # is faster (docs/log.md).
         return _FUNCTIONS[kind][blocking](self._data, *arguments)
 
-    def _posted(self, request: Any) -> bool:
+    def _data_arrived(self, request: Any) -> bool:
         return request is None or request.Test()
 
     # --- one to one: an envelope that says what follows, then the data, on tags 2t + 1 and 2t ---
@@ -505,7 +516,7 @@ class MPICommunicator(Staged):
 
     # --- groups and ends ---
 
-    def _sub(self, members: tuple[int, ...]) -> MPICommunicator:
+    def _create_subgroup(self, members: tuple[int, ...]) -> MPICommunicator:
         group = self._data.Get_group()
         part = group.Incl(members)
         comm = self._data.Create_group(part)
@@ -517,14 +528,14 @@ class MPICommunicator(Staged):
         """Memory of `size` bytes on each rank that all of them see; all ranks call it."""
         return Window(self, size)
 
-    def _repeated(self, make: Callable[[], Call]) -> Repeated | _Repeated:
+    def _make_repeated(self, make: Callable[[], Call]) -> Repeated | _Repeated:
         call = make()
         of_ranges = call.kind == "all_gather_v"
         # the same on all ranks
         senders = sum(a < b for a, b in call.ranges) if of_ranges else self.size
         if self.size > 1 and (senders <= NEAR or of_ranges):
             return _Repeated(self, call)
-        return super()._repeated(make)
+        return super()._make_repeated(make)
 
     def meet_start(self) -> Request:
         return super().meet_start() if self._broken is None else _Meeting(self._exits.barrier())
@@ -545,7 +556,7 @@ class MPICommunicator(Staged):
             with _receiving:
                 for line in comm._receives.values():
                     while line and line[0]._request.Test():
-                        line.popleft()._open()
+                        line.popleft()._receive_data()
 
     def close(self) -> None:
         if self._is_world or self._exits.communicators.pop(id(self), None) is None:
@@ -558,27 +569,29 @@ class MPICommunicator(Staged):
             call.free()
         self._head.Free()
         self._data.Free()
-        self._closed()
+        self._mark_closed()
 
     def abort(self, code: int) -> None:
         _abort(code)
 
 
 def _abort(code: int) -> None:
-    """Ends all ranks, without the files in shared memory that the library removes only at an
-    orderly end.
+    """Ends all ranks, and removes the files in shared memory that the library would leave behind.
+
+    The library removes them itself only at an orderly end.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    _unname("mpich_shm_", "sm_segment.")
+    _unlink_shared_files("mpich_shm_", "sm_segment.")
     if exits.hydra_abort(code):
         time.sleep(1)  # it ends this process
     MPI.COMM_WORLD.Abort(code)
 
 
-def _unname(*names: str) -> None:
-    """Removes the names of files in shared memory that the library has mapped here; the memory
-    stays until all end.
+def _unlink_shared_files(*names: str) -> None:
+    """Unlinks files in /dev/shm that this process has mapped and whose names start like `names`.
+
+    The memory stays until all processes have ended.
     """
     for path in mapped():
         if path.startswith(tuple(f"/dev/shm/{name}" for name in names)):
@@ -623,16 +636,16 @@ class _Sent(Message):
 
 
 class _Received(Message):
-    __slots__ = ("_out", "_envelope", "_mine", "_request", "_line", "_tag", "_wrong")
+    __slots__ = ("_out", "_envelope", "_local_header", "_request", "_line", "_tag", "_problem")
 
     def __init__(
         self, comm: MPICommunicator, out: np.ndarray, source: int, tag: int, local_header: Header
     ) -> None:
         super().__init__(comm, local_header, source)
         self._out = out
-        self._mine = local_header
+        self._local_header = local_header
         self._tag = 2 * tag
-        self._wrong = None
+        self._problem = None
         self._envelope = np.zeros(envelope_bytes(), np.uint8)
         self._request = comm._data.Irecv([self._envelope, MPI.BYTE], source, 2 * tag + 1)
         # Data must be received in the order of their envelopes: only the first of a line may read
@@ -644,28 +657,30 @@ class _Received(Message):
         line = self._line
         with _receiving:
             while not self._complete and line and line[0]._request.Test():
-                line.popleft()._open()
+                line.popleft()._receive_data()
             if not self._complete and self._envelope is None and self._request.Test():
-                if self._wrong:
-                    self._fail(CollectiveError(self._wrong))
+                if self._problem:
+                    self._fail(CollectiveError(self._problem))
                 else:
                     self._result = self._out
                     self._complete = True
                 self._out = None
         return self._complete
 
-    def _open(self) -> None:
-        """Reads the envelope and has the data come into the array, or, if they do not fit, out
-        of the way.
+    def _receive_data(self) -> None:
+        """Reads the envelope, and starts to receive the data.
+
+        Data that do not fit the array go into memory that nobody reads. They must be received,
+        because the next message of this sender and tag is behind them.
         """
         sent, text = unpack_envelope(self._envelope)
         self._envelope = None
         comm = self._comm
         source = self.source
-        self._wrong = check_envelope(
-            sent, text, self._out, self._mine, comm.ranks[source], comm.ranks[comm.rank]
+        self._problem = check_envelope(
+            sent, text, self._out, self._local_header, comm.ranks[source], comm.ranks[comm.rank]
         )
-        if self._wrong:
+        if self._problem:
             status = MPI.Status()
             comm._data.Probe(source, self._tag, status)
             self._out = np.empty(status.Get_count(MPI.BYTE), np.uint8)
@@ -673,33 +688,33 @@ class _Received(Message):
             [self._out, _WORDS[self._out.dtype.itemsize]], source, self._tag
         )
 
-    def _late(self) -> Sequence[int]:
-        # behind an envelope the data are on their way
+    def _find_late(self) -> Sequence[int]:
+        # once the envelope has come, the data are on their way
         return () if self._envelope is None else (self.source,)
 
 
 class _FromAny(Message):
     """A message from the rank of which one arrives first: received from that one then."""
 
-    __slots__ = ("_found", "_more")
+    __slots__ = ("_received", "_receive_arguments")
 
     def __init__(
         self, comm: MPICommunicator, out: np.ndarray, source: None, tag: int, local_header: Header
     ) -> None:
         super().__init__(comm, local_header, source)
-        self._found = None
-        self._more = (out, tag, local_header)
+        self._received = None
+        self._receive_arguments = (out, tag, local_header)
 
     def test(self) -> bool:
         with _receiving:
-            if self._found is None:
+            if self._received is None:
                 status = MPI.Status()
-                (out, tag, local_header) = self._more
+                (out, tag, local_header) = self._receive_arguments
                 if self._comm._data.Iprobe(MPI.ANY_SOURCE, 2 * tag + 1, status):
                     self.source = status.Get_source()
-                    self._found = _Received(self._comm, out, self.source, tag, local_header)
-            if not self._complete and self._found is not None:
-                self._follow(self._found)
+                    self._received = _Received(self._comm, out, self.source, tag, local_header)
+            if not self._complete and self._received is not None:
+                self._follow(self._received)
         return self._complete
 
 
@@ -727,16 +742,18 @@ class _Memory(Waiting):
             self._complete = True
         return self._complete
 
-    def _waited_for(self) -> tuple[int, str]:
-        return 0, slot.ranges([self._comm.ranks[p] for p in self._peers])
+    def _describe_awaited(self) -> tuple[int, str]:
+        return 0, slot.format_ranks([self._comm.ranks[p] for p in self._peers])
 
-    def _late(self) -> Sequence[int]:
+    def _find_late(self) -> Sequence[int]:
         return self._peers
 
 
 class Window:
-    """Memory that all ranks of a communicator see, `size` bytes from each; all of them make it
-    and free it. addresses: where the part of each rank begins, in this process.
+    """Memory that all ranks of a communicator share, `size` bytes from each.
+
+    All ranks make it and free it.
+    addresses: the address of the part of each rank, in this process.
     """
 
     def __init__(self, comm: MPICommunicator, size: int) -> None:
@@ -755,11 +772,21 @@ class Window:
 
 
 def connect() -> MPICommunicator:
-    """All processes that MPI knows; called once per process."""
+    """Returns the communicator of all processes of MPI; to be called once per process."""
     world = MPI.COMM_WORLD.Dup()
-    # all ranks have it by now; MPICH would keep the name to the end, and a killed job leave it
-    _unname("mpich_shm_")
+    # All ranks have mapped it by now. MPICH keeps the name to its end, and a killed job leaves it.
+    _unlink_shared_files("mpich_shm_")
     return MPICommunicator(world)
+
+
+def thread_level() -> str:
+    """Returns how many threads of a process may call MPI, by the name that MPI gives the level."""
+    names = {
+        MPI.THREAD_SINGLE: "single",
+        MPI.THREAD_FUNNELED: "funneled",
+        MPI.THREAD_SERIALIZED: "serialized",
+    }
+    return names.get(MPI.Query_thread(), "multiple")
 
 
 def finalize() -> None:

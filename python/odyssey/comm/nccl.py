@@ -80,14 +80,14 @@ class Nccl:
             raise self.error(result, f"nccl{name}", error)
 
     def error(
-        self, result: int, what: str = "", kind: type[OdysseyError] = CollectiveError
+        self, result: int, action: str = "", kind: type[OdysseyError] = CollectiveError
     ) -> OdysseyError:
         """The error of a result."""
-        if result == _REMOTE or not what:
+        if result == _REMOTE or not action:
             return CollectiveError(
                 f"[comm] a rank has ended, or cannot be reached: NCCL says {self.words(result)}"
             )
-        return kind(f"[comm] {what}: {self.words(result)}")
+        return kind(f"[comm] {action}: {self.words(result)}")
 
     def words(self, result: int) -> str:
         """Returns what NCCL says about a result, in one line."""
@@ -115,9 +115,8 @@ def library() -> Nccl:
             )
         return nccl
     raise ConfigError(
-        f"[comm] backend nccl finds no NCCL ({'; '.join(tried)}); pip install nvidia-nccl-cu12 "
-        "(or -cu13), set "
-        f"{LIBRARY}=FILE, or use backend mpi"
+        f"[comm] backend nccl finds no NCCL ({'; '.join(tried)}); pip install nvidia-nccl-cu12 (or "
+        f"-cu13), set {LIBRARY}=FILE, or use backend mpi"
     )
 
 
@@ -158,8 +157,8 @@ class NcclTransport(DeviceTransport):
         if comm.rank == 0:
             self._lib.call("GetUniqueId", ctypes.addressof(unique), error=DeviceError)
         comm.broadcast(np.frombuffer(unique, np.uint8), 0)
-        slot.enter(
-            comm._sequence, f"connecting ranks {slot.ranges(comm.ranks)} by NCCL", comm._mark
+        slot.begin_wait(
+            comm._sequence, f"connecting ranks {slot.format_ranks(comm.ranks)} by NCCL", comm._mark
         )
         try:
             handle_address = ctypes.addressof(handle)
@@ -167,7 +166,7 @@ class NcclTransport(DeviceTransport):
                 "CommInitRank", handle_address, comm.size, unique, comm.rank, error=DeviceError
             )
         finally:
-            slot.leave()
+            slot.end_wait()
         self._handle: int | None = handle.value
         self._looked = 0.0
         self._end = weakref.finalize(self, self._lib._lib.ncclCommDestroy, handle.value)
@@ -193,7 +192,7 @@ class NcclTransport(DeviceTransport):
     def mark(self) -> None:
         self._driver.call("cuEventRecord", self._event, self._stream)
 
-    def done(self) -> bool:
+    def is_complete(self) -> bool:
         if self._driver.ready(self._event):
             return True
         checked_at = time.monotonic()
@@ -224,10 +223,8 @@ def check_apart(comm: Communicator, number: int) -> None:
         if first_rank != p:
             raise ConfigError(
                 f"[comm] backend nccl: ranks {comm.ranks[first_rank]} and {comm.ranks[p]} share "
-                "GPU "
-                f"{place[2]} of one "
-                "machine, which NCCL does not allow; start at most one rank per GPU, or use "
-                "backend mpi"
+                f"GPU {place[2]} of one machine, which NCCL does not allow; start at most one rank "
+                "per GPU, or use backend mpi"
             ).on_all_ranks()
 
 
@@ -279,12 +276,11 @@ def connect() -> Communicator:
         if rank_version != versions[0]:
             raise ConfigError(
                 f"[comm] backend nccl: rank {rank} has NCCL {spelled(rank_version)}, rank 0 "
-                f"{spelled(versions[0])}; "
-                "install the same on all machines"
+                f"{spelled(versions[0])}; install the same on all machines"
             )
     check_apart(mpi, mpi.local_rank % count)
     ordinary = world(nearer(mpi, "")[0])
-    comm = ordinary._part(tuple(range(ordinary.size)))
+    comm = ordinary._make_group(tuple(range(ordinary.size)))
     comm.name = "nccl"
     comm._mark = ordinary._mark
     comm.why = (

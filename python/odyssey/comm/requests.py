@@ -1,8 +1,9 @@
-"""Operations under way: what a program holds of a call that it does not wait for, and how a rank
-waits for others.
+"""Operations under way: the requests that a program holds for calls that it does not wait for, and
+the way in which a rank waits for others.
 
-A backend makes subclasses of `Waiting` (or `Message`), which say what to test and whom they wait
-for; the back-off, the deadline and the end of a wait for a rank that is gone are here, once.
+A backend makes subclasses of `Waiting` (or `Message`). They define what to test and which ranks
+they wait for. The back-off, the deadline and the end of a wait for a rank that is gone are the same
+for all backends, and are here.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _AGAIN_S = 0.1
 
 
 def deadline() -> float:
-    """Seconds that an operation waits for others: ODYSSEY_TIMEOUT, default 600."""
+    """Returns the seconds that an operation waits for others: ODYSSEY_TIMEOUT, default 600."""
     return limits.seconds("comm", "ODYSSEY_TIMEOUT", 600.0)
 
 
@@ -53,9 +54,10 @@ class Request:
         return self._complete
 
     def wait(self) -> Any:
-        """The result, when it is there; again the same if called again.
+        """Waits for the result and returns it. A second call returns the same result.
 
-        Raises CollectiveError: the ranks' calls differ, or one did not come before the deadline.
+        Raises:
+            CollectiveError: the ranks' calls differ, or one did not come before the deadline.
         """
         if not self._complete and not self.test():
             self._block()
@@ -64,33 +66,40 @@ class Request:
         return self._result
 
     def _block(self) -> None:
+        """Waits until the request is complete; called if it is not."""
         raise NotImplementedError
 
     def _fail(self, error: BaseException) -> None:
+        """Ends the request with an error. `wait` raises it."""
         self._error = error
         self._complete = True
 
-    def _follow(self, other: Request) -> bool:
-        """Ends as another request, if that has ended; whether it has."""
-        if other.test():
-            self._result = other._result
-            self._error = other._error
+    def _follow(self, request: Request) -> bool:
+        """Completes with the result of another request if that one is complete.
+
+        Returns True if it is.
+        """
+        if request.test():
+            self._result = request._result
+            self._error = request._error
             self._complete = True
         return self._complete
 
     def describe(self) -> str:
-        """Returns what it is, for messages."""
+        """Returns the name of the operation, for messages."""
         return "operation"
 
 
 class Waiting(Request):
-    """A request that is not complete when made: waits by testing, with a back-off and a
-    deadline. text: what it is.
+    """A request that waits by testing, with a back-off and a deadline.
+
+    text: the name of the operation, for messages.
     """
 
     __slots__ = ("_comm", "_text", "_suspect")
     _spins = 500  # tests before anything else
-    # at a rank that has ended, before it is given up: what it sent before would have come by then
+    # Times that a rank must have been seen to be gone before the wait ends: until then, data that
+    # it sent before its end would have come.
     _looks = 3
 
     def __init__(self, comm: Communicator, text: str) -> None:
@@ -105,12 +114,12 @@ class Waiting(Request):
         return self._text
 
     def _block(self) -> None:
-        """Tests until complete: some spins, then giving the core away, then sleeping.
+        """Tests until complete: some spins, then yielding the core, then sleeping.
 
-        Spinning is for short waits on a core of one's own: with more ranks than cores a spinning
-        rank keeps those away that it waits for (4 ranks on 2 cores: a barrier takes 4 ms spinning,
-        17 us yielding; docs/log.md). So short a wait is counted in the status slot, but not shown
-        there.
+        Spinning is for short waits of a rank that has a core for itself. With more ranks than
+        cores, a spinning rank takes the core of the ranks that it waits for. For example, with 4
+        ranks on 2 cores a barrier takes 4 ms spinning and 17 us yielding (docs/log.md). The status
+        slot counts the time of spinning, but does not show it as a wait.
         """
         if self._spins and not self._comm._crowded:
             test = self.test
@@ -118,30 +127,34 @@ class Waiting(Request):
             for _ in range(self._spins):
                 if test():
                     break
-            slot.waited(time.monotonic_ns() - spin_start)
+            slot.count_wait(time.monotonic_ns() - spin_start)
             if self._complete:
                 return
-        slot.enter(self._number(), self._text, self._waited_for())
+        slot.begin_wait(self._get_call_number(), self._text, self._describe_awaited())
         try:
-            self._test_on()
+            self._test_until_complete()
         finally:
-            slot.leave()
+            slot.end_wait()
 
-    def _number(self) -> int:
-        """Returns the number of the collective call in its group; -1: it is a message."""
+    def _get_call_number(self) -> int:
+        """Returns the number of the collective call in its group; -1 for a message."""
         return -1
 
-    def _waited_for(self) -> tuple[int, str]:
-        """Whom it can wait for, for the status slot: a group's mark, or a message's other end."""
+    def _describe_awaited(self) -> tuple[int, str]:
+        """Returns the ranks that it may wait for, as the `group` of `slot.begin_wait`."""
         return self._comm._mark
 
-    def _test_on(self) -> None:
-        """Tests until complete, giving the core away and then sleeping in between."""
+    def _test_until_complete(self) -> None:
+        """Tests until complete; between tests it yields the core at first, and sleeps later.
+
+        It sleeps once the patience is over. Naps grow from 20 us to 1 ms. A new patience, for
+        example when data start to come, begins again with yields.
+        """
         test = self.test
         start = patience_start = time.monotonic()
         timeout = self._comm.timeout or deadline()
         patience = 0.0
-        look = start + _LOOK_S
+        next_check = start + _LOOK_S  # of the ranks that it waits for
         nap = 20e-6
         while not test():
             self._comm._progress()
@@ -153,32 +166,33 @@ class Waiting(Request):
             if tested_at - patience_start < patience:
                 os.sched_yield()
                 continue
-            if tested_at - start > (allowed := self._allowed(timeout, start)):
-                self._give_up(self._timed_out(allowed))
+            if tested_at - start > (allowed := self._allowed_seconds(timeout, start)):
+                self._give_up(self._describe_timeout(allowed))
                 return
-            if tested_at > look:
-                look = tested_at + (_AGAIN_S if self._look() else 0.25)
+            if tested_at > next_check:
+                next_check = tested_at + (_AGAIN_S if self._check_awaited() else 0.25)
             time.sleep(nap)
             nap = min(1.5 * nap, 200e-6 if tested_at - start < 0.1 else 1e-3)
 
-    def _allowed(self, timeout: float, start: float) -> float:
-        """Seconds that the wait since `start` may take, as far as anybody has said by now."""
+    def _allowed_seconds(self, timeout: float, start: float) -> float:
+        """Returns the seconds that a wait from `start` on may take.
+
+        Another thread may shorten the wait at any time by setting `until` of the communicator.
+        """
         until = self._comm.until
         return timeout if until is None else min(timeout, max(round(until - start, 1), 0.0))
 
     def _patience(self) -> float:
-        """Seconds of giving the core away before sleeping; they start anew when the number
-        changes.
-        """
+        """Returns the seconds of yields before sleeping; they start again if the number changes."""
         return YIELD_S
 
-    def _late(self) -> Sequence[int]:
-        """Ranks of the group that may have to come before it can complete."""
+    def _find_late(self) -> Sequence[int]:
+        """Returns the ranks of the group that may have to come before it can complete."""
         return ()
 
-    def _absent(self) -> str:
-        """Who did not come, and what to do."""
-        late = [str(self._comm.ranks[p]) for p in self._late()]
+    def _explain_absence(self) -> str:
+        """Returns the ranks that did not come, and what to do, as a part of a message."""
+        late = [str(self._comm.ranks[p]) for p in self._find_late()]
         if not late:
             return "all ranks came, but the data did not"
         problem = f"rank{'s' * (len(late) > 1)} {', '.join(late)} did not come"
@@ -187,36 +201,40 @@ class Waiting(Request):
             "(ODYSSEY_TIMEOUT=SECONDS)"
         )
 
-    def _look(self) -> bool:
-        """Called while waiting long: gives up when a rank that is waited for has ended.
+    def _check_awaited(self) -> bool:
+        """Ends the wait if a rank that is waited for has ended; called now and then.
 
-        Whether to look again soon.
+        Returns True if a rank has ended, so that the next check should come soon.
         """
-        late = self._late()
-        ended_ranks = self._comm._gone(late) if late else ()
+        late = self._find_late()
+        ended_ranks = self._comm._find_ended(late) if late else ()
         self._suspect += bool(ended_ranks)
         if self._suspect > self._looks:
-            self._give_up(self._ended([self._comm.ranks[p] for p in ended_ranks]))
+            self._give_up(self._describe_end([self._comm.ranks[p] for p in ended_ranks]))
         return bool(ended_ranks)
 
-    def _timed_out(self, seconds: float) -> str:
-        return f"[comm] waited {seconds:g} s in {self._text}: {self._absent()}"
+    def _describe_timeout(self, seconds: float) -> str:
+        """Returns the message for a wait that has reached its deadline."""
+        return f"[comm] waited {seconds:g} s in {self._text}: {self._explain_absence()}"
 
-    def _ended(self, ranks: Sequence[int]) -> str:
+    def _describe_end(self, ranks: Sequence[int]) -> str:
+        """Returns the message for a wait for world ranks that have ended."""
         return (
             f"[comm] rank {', '.join(map(str, ranks))} has ended; {self._text} waits for it "
             "for ever"
         )
 
     def _give_up(self, text: str) -> None:
-        """The wait ends without what it was for: the ranks are no longer in step."""
+        """Fails, and marks the group as broken, because the ranks are no longer in step."""
         self._fail(CollectiveError(text))
-        self._comm._broke(self._error)
+        self._comm._mark_broken(self._error)
 
 
 class Collective(Waiting):
-    """A collective call; `_late` is right at any time, and the status slot is told.
-    sequence: its number in its group.
+    """A collective call; the status slot shows which ranks it waits for.
+
+    `_find_late` is right at any time, also before the deadline.
+    sequence: the number of the call in its group.
     """
 
     __slots__ = ("call", "_sequence")
@@ -226,17 +244,19 @@ class Collective(Waiting):
         self.call = call
         self._sequence = sequence
 
-    def _number(self) -> int:
+    def _get_call_number(self) -> int:
         return self._sequence
 
-    def _look(self) -> bool:
-        slot.missing([self._comm.ranks[p] for p in self._late()])
-        return super()._look()
+    def _check_awaited(self) -> bool:
+        slot.note_missing_ranks([self._comm.ranks[p] for p in self._find_late()])
+        return super()._check_awaited()
 
 
 class Message(Waiting):
-    """A message to or from another rank of the group. envelope: what the receiver sees of it, or
-    is to see. source: the other rank; None as long as it may be any.
+    """A message to or from another rank of the group.
+
+    envelope: the header that the receiver sees, or should see.
+    source: the other rank; None as long as it may be any rank.
     """
 
     __slots__ = ("source", "_kind")
@@ -246,12 +266,12 @@ class Message(Waiting):
         self.source = peer
         self._kind = envelope.kind
 
-    def _waited_for(self) -> tuple[int, str]:
-        return 0, slot.ranges(self._comm.ranks) if self.source is None else str(
-            self._comm.ranks[self.source]
-        )
+    def _describe_awaited(self) -> tuple[int, str]:
+        if self.source is None:
+            return 0, slot.format_ranks(self._comm.ranks)
+        return 0, str(self._comm.ranks[self.source])
 
-    def _absent(self) -> str:
+    def _explain_absence(self) -> str:
         if self.source is None:
             return "no rank sent it; see what they do instead"
         did_not = "receive" if self._kind == "send" else "send"
@@ -264,8 +284,9 @@ class Message(Waiting):
 
 
 class MessageQueue:
-    """Messages and receives of one pair of ranks and one tag, in this process: the first meets
-    the first.
+    """The messages and receives of one pair of ranks and one tag, within this process.
+
+    The first message is for the first receive, and so on.
     """
 
     def __init__(self) -> None:
@@ -273,7 +294,7 @@ class MessageQueue:
         self.receives: deque[Received] = deque()
 
     def serve(self) -> None:
-        """Brings together what is there."""
+        """Completes receives while there are messages for them."""
         while self.messages and self.receives:
             self.receives.popleft().take(*self.messages.popleft())
 
@@ -297,12 +318,12 @@ class Received(Request):
         line.receives.append(self)
 
     def take(self, array: np.ndarray, envelope: Header) -> None:
-        """Ends the receive with a message."""
-        wrong = check_envelope(
+        """Completes the receive with a message, or fails if the message does not fit."""
+        problem = check_envelope(
             envelope.tail, envelope.text, self._out, self._envelope, self._source, self._rank
         )
-        if wrong:
-            self._fail(CollectiveError(wrong))
+        if problem:
+            self._fail(CollectiveError(problem))
         else:
             self._out.reshape(-1)[...] = array.reshape(-1)
             self._result = self._out

@@ -41,10 +41,10 @@ from ..core import native
 from ..errors import CollectiveError, ConfigError
 from . import shared_memory
 from .base import Communicator
-from .calls import Call, Header, ReduceOp, caller_location, describe, header_bytes
+from .calls import Call, Header, ReduceOp, caller_location, describe_call, header_bytes
 from .cores import cores
 from .requests import Collective, Message, Request, deadline
-from .shared_memory import LINE, PAGE, process_ended, up
+from .shared_memory import LINE, PAGE, process_ended, round_up
 from .shm_collectives import DIRECT, DONE, SLOT, WAITING, SteppedCommunicator
 
 # How long a wait stays in the kernel before Python looks at signals, other requests and the
@@ -93,9 +93,8 @@ class ShmCommunicator(SteppedCommunicator):
         if over.local_size != over.size:
             machines = int((over.all_gather(np.array([over.local_rank])) == 0).sum())
             raise ConfigError(
-                f"[comm] backend 'shm' connects ranks of one machine, but {over.size} ranks are "
-                f"on {machines} "
-                "machines; use backend 'mpi' (or auto)"
+                f"[comm] backend 'shm' connects ranks of one machine, but {over.size} ranks are on "
+                f"{machines} machines; use backend 'mpi' (or auto)"
             )
         if over.size > MAX_RANKS:
             raise ConfigError(
@@ -109,7 +108,7 @@ class ShmCommunicator(SteppedCommunicator):
         self._signatures: dict[tuple[int, ...], tuple[int, str]] = {}
         self._windows: list[Any] = []
         if of is None:
-            self._core_count = self._all_cores()
+            self._core_count = self._count_cores()
             self._crowded = self.size > self._core_count
             self.why = f"shm: {self.size} ranks on one machine"
         else:
@@ -119,11 +118,12 @@ class ShmCommunicator(SteppedCommunicator):
         self._world_size = over._world_size
         if over._exits is not None:
             over._exits.communicators[id(self)] = self
-        self._lay_out()
+        self._create_segments()
 
-    def _all_cores(self) -> int:
-        """Cores that at least one rank may use: ranks that are bound to a core each are not
-        crowded.
+    def _count_cores(self) -> int:
+        """Returns the number of cores that at least one rank may use.
+
+        Ranks that are bound to a core each are not crowded, although each of them sees one core.
         """
         if not hasattr(os, "sched_getaffinity"):
             return cores()
@@ -131,13 +131,16 @@ class ShmCommunicator(SteppedCommunicator):
         core_mask[[core for core in os.sched_getaffinity(0) if core < len(core_mask)]] = 1
         return int(self._over.all_reduce(core_mask, "max").sum())
 
-    def _lay_out(self) -> None:
-        """Makes the window, clears the heads of the segments and waits until all have."""
-        envelope = up(header_bytes(self.size), LINE)
-        slots = up(_ENVELOPES + 2 * envelope, PAGE)
+    def _create_segments(self) -> None:
+        """Allocates the window, clears this rank's head, and waits until all ranks have done so.
+
+        The layout of a segment is in the docstring of this module.
+        """
+        envelope = round_up(header_bytes(self.size), LINE)
+        slots = round_up(_ENVELOPES + 2 * envelope, PAGE)
         result = SLOT // self.size // LINE * LINE + 2 * LINE  # as `_result` in shared_reduce.mojo
         self._processes = self._over.all_gather(np.array([os.getpid(), process_space()], np.int64))
-        bases = self._window(slots + 2 * SLOT + 2 * result)
+        bases = self._allocate(slots + 2 * SLOT + 2 * result)
         native.memory(bases[self.rank], _ENVELOPES)[:] = 0
 
         def memory_at(rank: int, offset: int, size: int) -> np.ndarray:
@@ -187,13 +190,13 @@ class ShmCommunicator(SteppedCommunicator):
         """
         size = int(nbytes)
         self._run(Call("group", described=("", None, -1, None, f"shared {size} bytes")), True)
-        arrays = shared_memory.files(self, self._processes, size)
+        arrays = shared_memory.share_nameless_files(self, self._processes, size)
         if arrays is None:  # a window, which lives as long as the group
-            arrays = [native.memory(base, size) for base in self._window(size)]
+            arrays = [native.memory(base, size) for base in self._allocate(size)]
         return arrays
 
-    def _window(self, size: int) -> list[int]:
-        window, addresses = shared_memory.window(self._over, self._processes, size)
+    def _allocate(self, size: int) -> list[int]:
+        window, addresses = shared_memory.allocate_window(self._over, self._processes, size)
         self._windows.append(window)
         return addresses
 
@@ -233,10 +236,12 @@ class ShmCommunicator(SteppedCommunicator):
         if not (flags.c_contiguous and flags.writeable):
             return super().all_reduce(array, op, out, wait=wait)
         cached_signature = self._signatures.get(shape)
-        signature, text = self._signature(shape) if cached_signature is None else cached_signature
+        signature, text = (
+            self._cache_signature(shape) if cached_signature is None else cached_signature
+        )
         sequence = self._sequence
         self._sequence = sequence + 1
-        slot.quick(sequence, self._mark[0], text)
+        slot.note_short_call(sequence, self._mark[0], text)
         time_ns = time.monotonic_ns()
         state = self._library.shared_all_reduce_at_once(
             self._team_address,
@@ -249,31 +254,35 @@ class ShmCommunicator(SteppedCommunicator):
             SLICE_NS,
         )
         if state != DONE:
-            return self._go_on(array, out, sequence, state)
+            return self._continue_sum(array, out, sequence, state)
         time_ns = time.monotonic_ns() - time_ns
         if time_ns > WAITED_NS:
-            slot.waited(time_ns)
+            slot.count_wait(time_ns)
         return out
 
-    def _signature(self, shape: tuple[int, ...]) -> tuple[int, str]:
-        """Returns the signature of a sum, and what it is without the place, which may be another
-        the next time.
+    def _cache_signature(self, shape: tuple[int, ...]) -> tuple[int, str]:
+        """Returns signature and text of a sum of this shape, and keeps them for the next one.
+
+        The text has no source line, because the next sum may be at another place.
         """
         if len(self._signatures) >= 4096:
             self._signatures.clear()
-        signature, text = describe(
+        signature, text = describe_call(
             "all_reduce", ("float32", shape, -1, "sum", None), *caller_location(1)
         )
         self._signatures[shape] = signature, text.rpartition(" at ")[0]
         return self._signatures[shape]
 
-    def _go_on(self, array: np.ndarray, out: np.ndarray, sequence: int, state: int) -> np.ndarray:
-        """The short way did not get to its end in one slice: from here on it is a call like
-        others.
+    def _continue_sum(
+        self, array: np.ndarray, out: np.ndarray, sequence: int, state: int
+    ) -> np.ndarray:
+        """Continues a sum of the short way as an ordinary call, after its first slice of time.
+
+        state: the result of the kernel so far: WAITING or DIFFERENT.
         """
-        call = self._reduce("all_reduce", array, "sum", out)
+        call = self._make_reduce("all_reduce", array, "sum", out)
         call.blocking = True
-        signature_and_text = describe(call.kind, call.described, *caller_location(1))
+        signature_and_text = describe_call(call.kind, call.described, *caller_location(1))
         call.header = Header(sequence, *signature_and_text, (), call.kind, -1, True)
         job = native.Job.from_buffer_copy(self._job)
         pending = _Pending(self, call)
@@ -299,9 +308,9 @@ class ShmCommunicator(SteppedCommunicator):
         return pending
 
     def _advance(self, nanoseconds: int = 0) -> bool:
-        """Moves the queue's calls on, in order; True if anything happened.
+        """Advances the calls of the queue in order; returns True if anything happened.
 
-        At most one wait takes `nanoseconds`.
+        It waits for at most `nanoseconds` in total.
         """
         moved = False
         library = self._library
@@ -321,15 +330,15 @@ class ShmCommunicator(SteppedCommunicator):
                 moved = True
                 nanoseconds = 0
                 try:
-                    head.job = head.steps.send(state if head.begun else None)
-                    head.begun = True
+                    head.job = head.steps.send(state if head.started else None)
+                    head.started = True
                     continue
                 except StopIteration:
                     head.finish()
                 except CollectiveError as error:
                     head._fail(error)
                 except Exception as error:  # this rank is no longer in step with the others
-                    self._broke(error)
+                    self._mark_broken(error)
                     raise
                 self._queue.popleft()
             _active.discard(self)
@@ -343,8 +352,8 @@ class ShmCommunicator(SteppedCommunicator):
     def _recv(self, out: np.ndarray, source: int | None, tag: int, envelope: Header) -> Request:
         return _Carried(self, self._over._recv(out, source, tag, envelope), envelope, source)
 
-    def _sub(self, members: tuple[int, ...]) -> ShmCommunicator:
-        return ShmCommunicator(self._over._sub(members), self)
+    def _create_subgroup(self, members: tuple[int, ...]) -> ShmCommunicator:
+        return ShmCommunicator(self._over._create_subgroup(members), self)
 
     def close(self) -> None:
         if self._is_world:
@@ -355,28 +364,28 @@ class ShmCommunicator(SteppedCommunicator):
         if self._over._exits is not None:
             self._over._exits.communicators.pop(id(self), None)
         self._over.close()
-        self._closed()
+        self._mark_closed()
 
     def abort(self, code: int) -> None:
         self._over.abort(code)
 
     # --- who is missing ---
 
-    def _broke(self, error: BaseException) -> None:
+    def _mark_broken(self, error: BaseException) -> None:
         self._broken = self._over._broken = error
         with self._lock:
             for pending in self._queue:
                 pending._fail(error)
             _active.discard(self)
 
-    def _missing(self) -> list[int]:
+    def _find_missing(self) -> list[int]:
         """Ranks that have not arrived at the barrier at which this rank waits."""
-        k = self._team.barrier
-        return [p for p, heads in enumerate(self._heads) if heads[k & 1, 0] != k]
+        number = self._team.barrier
+        return [p for p, heads in enumerate(self._heads) if heads[number & 1, 0] != number]
 
-    def _gone(self, ranks: Sequence[int]) -> list[int]:
+    def _find_ended(self, ranks: Sequence[int]) -> list[int]:
         """Returns the ranks that have said that they end, or whose processes are gone."""
-        announced_ranks = self._over._gone(ranks)
+        announced_ranks = self._over._find_ended(ranks)
         return [
             p
             for p in ranks
@@ -388,7 +397,7 @@ class ShmCommunicator(SteppedCommunicator):
 class _Pending(Collective):
     """A call under way: its generator, and the job of an all-reduce that it waits for."""
 
-    __slots__ = ("steps", "job", "begun")
+    __slots__ = ("steps", "job", "started")
     _spins = 0  # the library spins itself
     _looks = 1  # it did not arrive just before its end
 
@@ -396,19 +405,20 @@ class _Pending(Collective):
         super().__init__(comm, call, call.header.text, call.header.sequence)
         self.steps = None
         self.job = None
-        self.begun = False
+        self.started = False
 
     def finish(self) -> None:
+        """Completes the call after its last step."""
         self._result = self.call.result()
         self._complete = True
         self.call = self.steps = self.job = None
 
     def test(self) -> bool:
         if not self._complete:
-            _move()
+            _advance_all()
         return self._complete
 
-    def _test_on(self) -> None:
+    def _test_until_complete(self) -> None:
         comm = self._comm
         start = time.monotonic()
         timeout = comm.timeout or deadline()
@@ -420,20 +430,20 @@ class _Pending(Collective):
                     active_comm._attended for active_comm in tuple(_active)
                 )
                 if not others_attended:
-                    _move()
+                    _advance_all()
                 if comm._advance(SLICE_NS if others_attended else SHORT_NS):
                     continue
                 checked_at = time.monotonic()
-                if checked_at - start > (allowed := self._allowed(timeout, start)):
-                    self._give_up(self._timed_out(allowed))
+                if checked_at - start > (allowed := self._allowed_seconds(timeout, start)):
+                    self._give_up(self._describe_timeout(allowed))
                 elif checked_at > look:
                     look = checked_at + 0.25
-                    self._look()
+                    self._check_awaited()
         finally:
             comm._attended = False
 
-    def _late(self) -> Sequence[int]:
-        return self._comm._missing()
+    def _find_late(self) -> Sequence[int]:
+        return self._comm._find_missing()
 
 
 class _Carried(Message):
@@ -451,28 +461,30 @@ class _Carried(Message):
 
     def test(self) -> bool:
         if not self._complete:
-            _move()
+            _advance_all()
         return self._complete
 
-    def _try(self) -> None:
+    def _poll_message(self) -> None:
         if self._follow(self._inner):
             _messages.discard(self)
         self.source = self._inner.source  # known by now, perhaps
 
-    def _late(self) -> Sequence[int]:
-        return self._inner._late()
+    def _find_late(self) -> Sequence[int]:
+        return self._inner._find_late()
 
 
-def _move() -> None:
-    """Moves on what is under way in this process: a rank that waits for one thing must not hold
-    up another.
+def _advance_all() -> None:
+    """Advances all calls and messages of this process.
+
+    Other ranks may wait for a call that this rank does not wait for.
     """
     for comm in tuple(_active):
-        if comm._lock.acquire(blocking=False):  # else another thread is at it
+        # if the lock is taken, another thread does the same
+        if comm._lock.acquire(blocking=False):
             try:
                 comm._advance()
             finally:
                 comm._lock.release()
     with _moving:
         for message in tuple(_messages):
-            message._try()
+            message._poll_message()

@@ -10,7 +10,17 @@ import numpy as np
 from ..core import native
 from ..errors import CollectiveError
 from .base import Communicator
-from .calls import DTYPES, Call, Header, ReduceOp, Run, mismatch, pack, runs, unpack
+from .calls import (
+    DTYPES,
+    Call,
+    Header,
+    ReduceOp,
+    Run,
+    consecutive_runs,
+    find_mismatch,
+    pack,
+    unpack,
+)
 from .shared_memory import LINE
 
 # Bytes of a slot. What is copied in is added before the cache has forgotten it, so it must not be
@@ -68,142 +78,167 @@ class SteppedCommunicator(Communicator):
         return getattr(self, f"_{call.kind}_steps")(call)
 
     def _all_reduce_steps(self, call: Call, job: native.Job, state: int | None) -> Steps:
+        """The steps of a sum, which the kernel carries out.
+
+        state: that of a sum which was started already (`ShmCommunicator.all_reduce`); else None.
+        """
         if state is None or state == WAITING:
             state = yield job
         if state == DIFFERENT:
-            yield from self._explain(call)
+            yield from self._raise_mismatch(call)
 
-    def _meet(self, call: Call, mark: tuple[int, int] | None = None) -> Steps:
-        """One barrier, at which all ranks have the same mark, or the calls differ."""
+    def _pass_barrier(self, call: Call, mark: tuple[int, int] | None = None) -> Steps:
+        """The steps of one barrier, which also compares the calls of all ranks.
+
+        mark: (sequence, signature), which must be equal on all ranks; by default those of the call.
+        """
         sequence, signature = mark or (call.header.sequence, call.header.signature)
         self._library.shared_arrive(self._team_address, sequence, signature)
         state = yield None
         if state == DIFFERENT:
-            yield from self._explain(call)
+            yield from self._raise_mismatch(call)
 
-    def _explain(self, call: Call) -> Steps:
-        """All ranks have seen that their headers differ: they show each other the whole of them.
+    def _raise_mismatch(self, call: Call) -> Steps:
+        """Raises the error for calls that differ, after an exchange of the whole headers.
 
-        Raises the error.
+        All ranks have seen at the same barrier that their calls differ, so all of them come here.
+        The mark (-1, -1) is the same on all, so this barrier does not fail again.
         """
-        headers = yield from self._exchange(call, (-1, -1))
+        headers = yield from self._exchange_headers(call, mark=(-1, -1))
         error = CollectiveError(
-            mismatch(headers, self.ranks) or f"[comm] the calls of the ranks differ in {call.kind}"
+            find_mismatch(headers, self.ranks)
+            or f"[comm] the calls of the ranks differ in {call.kind}"
         )
         error.raised_on_all_ranks = self.size == self._world_size
         raise error
 
-    def _exchange(
+    def _exchange_headers(
         self, call: Call, mark: tuple[int, int] | None = None
     ) -> Generator[Any, int, list[Header]]:
-        """The headers of all ranks."""
+        """The steps of an exchange of headers; returns the headers of all ranks."""
         pack(call.header, self._envelopes[self.rank][self._next])
-        yield from self._meet(call, mark)
+        yield from self._pass_barrier(call, mark)
         return unpack([envelopes[self._last] for envelopes in self._envelopes], call.header)
 
     @property
     def _next(self) -> int:
-        """Number of the places to write in before the coming barrier."""
+        """The index, 0 or 1, of the places to write to before the next barrier."""
         return (self._team.barrier + 1) & 1
 
     @property
     def _last(self) -> int:
-        """Number of the places to read from after the barrier that was passed."""
+        """The index, 0 or 1, of the places to read from after the latest barrier."""
         return self._team.barrier & 1
 
-    _barrier_steps = _group_steps = _meet
+    _barrier_steps = _group_steps = _pass_barrier
 
     @property
     def _share(self) -> int:
-        """Bytes of a slot for each rank, where a rank has something else for each."""
+        """Bytes of a slot for each rank, in calls that send different data to each rank."""
         return SLOT // self.size // LINE * LINE
 
-    def _fill_slot(self, send: np.ndarray, gives: Sequence[tuple[int, int]], a: int) -> None:
-        """A share of bytes gives[p], from their a-th, into my slot's part for rank p."""
+    def _fill_slot(self, send: np.ndarray, sends: Sequence[Run], offset: int) -> None:
+        """Copies the next bytes for each rank into this rank's slot.
+
+        Rank p gets at most a share of the bytes sends[p], from their byte `offset` on.
+        """
         slot = self._slots[self.rank][self._next]
         share = self._share
-        for p, (lo, hi) in enumerate(gives):
-            part = send[lo + a : min(hi, lo + a + share)]
+        for p, (start, end) in enumerate(sends):
+            part = send[start + offset : min(end, start + offset + share)]
             slot[p * share : p * share + part.size] = part
 
-    def _swap(self, call: Call) -> Steps:
-        """Something else for each rank."""
+    def _exchange_pieces(self, call: Call) -> Steps:
+        """The steps of calls that send different data to each rank, a share at a time."""
         if call.kind != "all_to_all":
-            headers = yield from self._exchange(call)
-            # in numbers that each rank may have of its own
-            if wrong := mismatch(headers, self.ranks):
-                raise CollectiveError(wrong)
+            headers = yield from self._exchange_headers(call)
+            # the tails of headers, which the signature does not cover
+            if problem := find_mismatch(headers, self.ranks):
+                raise CollectiveError(problem)
         if call.kind == "scatter":
             call.place(headers[call.root].tail)
-        send, received, gives, wants, longest = self._bytes_of(call)
+        send, received, sends, receives, longest = self._find_buffers(call)
         if call.kind == "all_to_all_v":
+            # the largest count of any rank, because all must pass the same number of barriers
             longest = max(header.tail[0] for header in headers) * call.out.itemsize
         share = self._share
         slot_offset = self.rank * share
-        for a in _pieces(longest, share) if longest or call.kind != "all_to_all_v" else ():
-            self._fill_slot(send, gives, a)
-            yield from self._meet(call)
+        needs_barrier = longest or call.kind != "all_to_all_v"  # that has had one, for the headers
+        for offset in _piece_starts(longest, share) if needs_barrier else ():
+            self._fill_slot(send, sends, offset)
+            yield from self._pass_barrier(call)
             last = self._last
-            for (lo, hi), slots in zip(wants, self._slots, strict=True):
-                part = received[lo + a : min(hi, lo + a + share)]
+            for (start, end), slots in zip(receives, self._slots, strict=True):
+                part = received[start + offset : min(end, start + offset + share)]
                 part[:] = slots[last][slot_offset : slot_offset + part.size]
 
-    _scatter_steps = _all_to_all_steps = _all_to_all_v_steps = _swap
+    _scatter_steps = _all_to_all_steps = _all_to_all_v_steps = _exchange_pieces
 
     def _reduce_scatter_steps(self, call: Call) -> Steps:
+        """The steps of a reduce-scatter: each rank adds its own share of the slots of all."""
         width = call.send.nbytes // self.size
         item = call.send.itemsize
-        send = _bytes(call.send)
-        gives = runs([width] * self.size)
-        for a in _pieces(width, self._share):
-            self._fill_slot(send, gives, a)
-            yield from self._meet(call)
-            count = min(self._share, width - a) // item
+        send = _view_bytes(call.send)
+        sends = consecutive_runs([width] * self.size)
+        for offset in _piece_starts(width, self._share):
+            self._fill_slot(send, sends, offset)
+            yield from self._pass_barrier(call)
+            count = min(self._share, width - offset) // item
             if count:
                 slot_offset = self.rank * self._share
                 buffers = np.array(self._slot_addresses[self._last], np.int64) + slot_offset
                 dtype_and_op = _TYPES[call.send.dtype], _OPS[call.op]
                 self._library.shared_reduce(
-                    call.out.ctypes.data + a, buffers.ctypes.data, self.size, count, *dtype_and_op
+                    call.out.ctypes.data + offset,
+                    buffers.ctypes.data,
+                    self.size,
+                    count,
+                    *dtype_and_op,
                 )
 
     def _copy_to_all(self, call: Call) -> Steps:
-        """The same from a rank to all others."""
-        send, received, gives, wants, longest = self._bytes_of(call)
-        lo, hi = max(gives, key=lambda run: run[1] - run[0])
-        for a in _pieces(longest, SLOT):
-            part = send[lo + a : min(hi, lo + a + SLOT)]
+        """The steps of calls in which a rank sends the same data to all, a slot at a time."""
+        send, received, sends, receives, longest = self._find_buffers(call)
+        # all runs that are not empty are the same one
+        send_start, send_end = max(sends, key=lambda run: run[1] - run[0])
+        for offset in _piece_starts(longest, SLOT):
+            part = send[send_start + offset : min(send_end, send_start + offset + SLOT)]
             self._slots[self.rank][self._next][: part.size] = part
-            yield from self._meet(call)
+            yield from self._pass_barrier(call)
             last = self._last
-            for p, (first, end) in enumerate(wants):
-                if first + a < end and not (p == self.rank and call.send is call.out):
-                    part = received[first + a : min(end, first + a + SLOT)]
+            for p, (start, end) in enumerate(receives):
+                is_in_place = p == self.rank and call.send is call.out
+                if start + offset < end and not is_in_place:
+                    part = received[start + offset : min(end, start + offset + SLOT)]
                     part[:] = self._slots[p][last][: part.size]
 
     _broadcast_steps = _gather_steps = _all_gather_steps = _all_gather_v_steps = _copy_to_all
 
-    def _bytes_of(
+    def _find_buffers(
         self, call: Call
     ) -> tuple[np.ndarray, np.ndarray, Sequence[Run], Sequence[Run], int]:
-        """The memory of a call that moves numbers, which bytes go to and come from each rank,
-        the most of these.
+        """Returns the memory of a call that moves numbers, and its parts.
+
+        Returns:
+            (send, out, sends, receives, longest): the bytes of the two arrays, the runs of bytes
+            as in `Call.routes`, and the length of the longest run.
         """
         item = (call.out if call.send is None else call.send).itemsize
-        gives, takes = call.routes(self.rank, self.size, item)
-        send, out = (
-            _bytes(_NOTHING if array is None else array) for array in (call.send, call.out)
-        )
-        return send, out, gives, takes, max(b - a for a, b in (*gives, *takes))
+        sends, receives = call.routes(self.rank, self.size, item)
+        send = _view_bytes(_NOTHING if call.send is None else call.send)
+        out = _view_bytes(_NOTHING if call.out is None else call.out)
+        longest = max(end - start for start, end in (*sends, *receives))
+        return send, out, sends, receives, longest
 
 
-def _bytes(array: np.ndarray) -> np.ndarray:
-    """The memory of a contiguous array as uint8."""
+def _view_bytes(array: np.ndarray) -> np.ndarray:
+    """Returns the memory of a contiguous array as uint8."""
     return array.reshape(-1).view(np.uint8)
 
 
-def _pieces(size: int, step: int) -> Sequence[int]:
-    """Where the pieces of `size` bytes begin; there is at least one, as every call has a
-    barrier.
+def _piece_starts(size: int, step: int) -> Sequence[int]:
+    """Returns the offsets at which the pieces of `size` bytes start.
+
+    There is at least one piece, because every call has a barrier.
     """
     return range(0, size, step) if size else (0,)

@@ -42,8 +42,8 @@ class StandIn(Communicator):
     """See the head of this file.
 
     rank, size: place in the world, and its ranks. per_node: ranks of a machine, neighbours in
-    number; where all share one, they see the same memory (shm.py). said: small broadcasts, by group
-    and number of the call: of ranks that were rehearsed before, and of this one.
+    number; where all share one, they see the same memory (shm.py). broadcasts: the small ones, by
+    group and number of the call: of ranks that were rehearsed before, and of this one.
     """
 
     name = "stand-in"
@@ -53,7 +53,7 @@ class StandIn(Communicator):
         rank: int,
         size: int,
         per_node: int,
-        said: Said,
+        broadcasts: Said,
         of: StandIn | None = None,
         ranks: Sequence[int] = (),
     ) -> None:
@@ -63,7 +63,7 @@ class StandIn(Communicator):
         self.size = size
         self.traffic = of.traffic if of else Traffic()
         self.per_node = per_node
-        self.said = said
+        self.broadcasts = broadcasts
         self.machines = [p // per_node for p in self.ranks]  # of each rank
         local_ranks = [
             p for p, machine in enumerate(self.machines) if machine == self.machines[rank]
@@ -80,12 +80,12 @@ class StandIn(Communicator):
         return [native.aligned(nbytes, np.uint8)] * self.size
 
     def subgroup(self, members: Sequence[int]) -> Communicator | None:
-        return self._part(tuple(members)) if members else None
+        return self._make_group(tuple(members)) if members else None
 
-    def _sub(self, members: tuple[int, ...]) -> Communicator:
+    def _create_subgroup(self, members: tuple[int, ...]) -> Communicator:
         ranks = [self.ranks[p] for p in members]
         return StandIn(
-            members.index(self.rank), len(members), self.per_node, self.said, self, ranks
+            members.index(self.rank), len(members), self.per_node, self.broadcasts, self, ranks
         )
 
     def _count(self, peer: int, nbytes: int, messages: int = 1) -> None:
@@ -111,9 +111,9 @@ class StandIn(Communicator):
         if call.kind == "broadcast":
             key = f"{self._mark[0]}/{call.header.sequence}"
             if rank != call.root:
-                out[...] = self.said.get(key, out)
+                out[...] = self.broadcasts.get(key, out)
             elif out.nbytes <= SAID_BYTES:
-                self.said[key] = out.copy()
+                self.broadcasts[key] = out.copy()
         if call.op is not None:
             for k in range(math.ceil(math.log2(size))):
                 self._count((rank + (1 << k)) % size, send.nbytes)

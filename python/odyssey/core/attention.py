@@ -46,9 +46,8 @@ def _laid(m: Tensor, scores: tuple[int, ...]) -> tuple[Tensor, int]:
     if not fits or m.requires_grad:
         raise ShapeError(
             f"[attention] a mask {m.shape}{', with a gradient,' * m.requires_grad} of scores "
-            f"{scores}; give (T, S), "
-            "(N, 1, 1, S) or others of these axes or 1; one that is learnt is added to q @ k^T "
-            "before F.softmax"
+            f"{scores}; give (T, S), (N, 1, 1, S) or others of these axes or 1; one that is learnt "
+            "is added to q @ k^T before F.softmax"
         )
     m = to_rows(reshape(m.detach(), shape))
     m = reshape(m, *shape[:2], -1, 1) if shape[2] == 1 else to_rows(permute(m, 0, 1, 3, 2))
@@ -95,10 +94,9 @@ def attention(
         or (fused and q.shape[-1] % 3)
     ):
         raise ShapeError(
-            f"[attention] shapes {', '.join(str(t.shape) for t in inputs)} and {heads} heads; "
-            "they must be (N, T, F), "
-            "(N, S, F), (N, S, F) with F a multiple of the heads, or (N, T, 3 F) "
-            f"alone{as_image(q.shape)}"
+            f"[attention] shapes {', '.join(str(t.shape) for t in inputs)} and {heads} heads; they "
+            "must be (N, T, F), (N, S, F), (N, S, F) with F a multiple of the heads, or (N, T, 3 "
+            f"F) alone{as_image(q.shape)}"
         )
     s = keys[0]
     d = f // heads
@@ -158,8 +156,7 @@ def scaled_dot_product_attention(
     if any(t.ndim != 4 or t.shape[1] != query.shape[1] for t in (query, key, value)):
         raise ShapeError(
             f"[scaled_dot_product_attention] shapes {query.shape}, {key.shape}, {value.shape}; "
-            "they must be "
-            "(N, H, T, D), (N, H, S, D) and (N, H, S, D)"
+            "they must be (N, H, T, D), (N, H, S, D) and (N, H, S, D)"
         )
     q, k, v = (
         reshape(permute(t, 0, 2, 1, 3), t.shape[0], t.shape[2], -1) for t in (query, key, value)

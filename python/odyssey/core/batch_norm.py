@@ -46,15 +46,14 @@ def batch_norm(
         ("variance", running_var),
     ):
         if c == 0 or (t is not None and t.shape != (c,)):
-            given = f", {name} {t.shape}" if t is not None else ""
+            shape_text = f", {name} {t.shape}" if t is not None else ""
             raise ShapeError(
-                f"[batch_norm] input {x.shape}{given}; they must be (N, C, ...) and (C)"
+                f"[batch_norm] input {x.shape}{shape_text}; they must be (N, C, ...) and (C)"
             )
     if training and x.size == c:
         raise ShapeError(
             f"[batch_norm] input {x.shape}: one number per channel has no variance; use larger "
-            "shards, and where the "
-            "last batch is one sample, drop_last=True or another batch size"
+            "shards, and where the last batch is one sample, drop_last=True or another batch size"
         )
     if not training and (running_mean is None or running_var is None):
         raise ShapeError(
@@ -72,12 +71,12 @@ def batch_norm(
     variance = ones if running_var is None else running_var.memory
     y = empty(x.shape, x.layout)
     stats = executor.alloc(12 * c)
-    given = x.memory, w, b, mean, variance
+    inputs = x.memory, w, b, mean, variance
     executor.emit(
         "batch_norm_forward",
         y.memory,
         stats,
-        *given,
+        *inputs,
         *size,
         float(eps),
         int(training),

@@ -24,6 +24,7 @@ from . import native
 
 BITS = 64
 MASK = (1 << BITS) - 1
+CHUNK = 1 << 20  # bytes that are copied at once where memory does not lie on words
 
 Run = tuple[int, int, int]  # address of float32 numbers, how many, number of the first in the whole
 
@@ -39,7 +40,7 @@ class Runs:
     LeNet-5's 61,706 floats take 4 us on one core with AVX-512 (benchmarks/steplog.py).
     """
 
-    __slots__ = ("_call", "_count", "_table", "_where")
+    __slots__ = ("_call", "_count", "_table", "_table_address")
 
     def __init__(self, runs: Sequence[Run]) -> None:
         for run in runs:
@@ -50,12 +51,12 @@ class Runs:
                     "the first"
                 )
         self._table = np.array(list(runs), np.int64).reshape(-1, 3)
-        self._where = self._table.ctypes.data
+        self._table_address = self._table.ctypes.data
         self._count = len(self._table)
         self._call = native.library().fingerprint
 
     def __call__(self) -> int:
-        return self._call(self._where, self._count)
+        return self._call(self._table_address, self._count)
 
 
 def of(values: np.ndarray, start: int = 0) -> int:
@@ -69,6 +70,28 @@ def of(values: np.ndarray, start: int = 0) -> int:
             "C-contiguous float32 is allowed; make it so with numpy.ascontiguousarray"
         )
     return Runs([(values.ctypes.data, values.size, start)])() if values.size else 0
+
+
+def of_bytes(array: np.ndarray, start: int = 0) -> int:
+    """The fingerprint of an array's bytes, in C order, as words of 4 bytes.
+
+    The first word is number `start`. One changed byte changes it, for certain. Bytes of zero count
+    nothing, so compare shapes as well.
+    """
+    if not array.flags.c_contiguous:
+        array = np.ascontiguousarray(array)
+    flat = array.reshape(-1).view(np.uint8)
+    whole = flat.size // 4 * 4
+    is_aligned = flat.ctypes.data % 4 == 0  # not so for a column of bytes out of a file
+    rest = np.zeros(4, np.uint8)
+    rest[: flat.size - whole] = flat[whole:]
+    parts = [of(rest.view(np.float32), start + whole // 4)]
+    step = max(whole, 4) if is_aligned else CHUNK
+    for at in range(0, whole, step):
+        piece = flat[at : min(at + step, whole)]
+        words = (piece if is_aligned else piece.copy()).view(np.float32)
+        parts.append(of(words, start + at // 4))
+    return add(parts)
 
 
 def add(parts: Iterable[int]) -> int:

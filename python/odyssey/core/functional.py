@@ -260,8 +260,7 @@ def layer_norm(
     elif normalized_shape not in (None, x.shape[-1], x.shape[-1:], [x.shape[-1]]):
         raise ShapeError(
             f"[layer_norm] normalized_shape {normalized_shape} of {x.shape}; give the last axis, "
-            f"({x.shape[-1]},): for "
-            "several make them one by reshape"
+            f"({x.shape[-1]},): for several make them one by reshape"
         )
     if weight is None:
         weight = Tensor(np.ones(x.shape[-1], np.float32))
@@ -322,11 +321,9 @@ def labels_of(target: Any, samples: int, classes: int, layout: str, ignored: int
             return target.memory
         if current().shard:
             raise ShapeError(
-                f"[loss] a target of {np.dtype(target.dtype)} {target.shape}; it must be "
-                f"integers ({samples},), the "
-                "class of each sample, or (N, T), of each token; numbers as targets need "
-                "nn.MSELoss() or "
-                "another loss of numbers, and metrics such as 'mae'"
+                f"[loss] a target of {np.dtype(target.dtype)} {target.shape}; it must be integers "
+                f"({samples},), the class of each sample, or (N, T), of each token; numbers as "
+                "targets need nn.MSELoss() or another loss of numbers, and metrics such as 'mae'"
             )
         target = target.data
     labels = np.asarray(target)
@@ -436,8 +433,7 @@ def cross_entropy(
     if w.shape != (classes,) or not 0 <= label_smoothing <= 1:
         raise ShapeError(
             f"[cross_entropy] weight {w.shape} for {classes} classes, label_smoothing "
-            f"{label_smoothing}; give a number "
-            "for each class, and a label_smoothing from 0 to 1"
+            f"{label_smoothing}; give a number for each class, and a label_smoothing from 0 to 1"
         )
     p = log_softmax(x)
     weighted = p if weight is None else p * w
@@ -474,9 +470,8 @@ def _difference(name: str, x: Tensor, target: Any) -> tuple[Tensor, Tensor]:
         )
     if t.dtype == np.int32:
         raise ShapeError(
-            f"[{name}] the target is integers {t.shape}, the output numbers; give "
-            "target.float(), or a data set whose "
-            "targets are floats, y.astype('float32')"
+            f"[{name}] the target is integers {t.shape}, the output numbers; give target.float(), "
+            "or a data set whose targets are floats, y.astype('float32')"
         )
     return x, t
 
@@ -595,11 +590,9 @@ _METHODS |= {
 _METHODS |= {"dim": lambda x: x.ndim, "numel": lambda x: int(x.size), "bool": lambda x: ne(x, 0.0)}  # noqa: F405
 _METHODS |= {"float": to_float, "int": to_int, "long": to_int, "__getattr__": _missing}  # noqa: F405
 for _name in (
-    "abs add argmax chunk clamp eq exp expand flatten ge gelu gt le log log_softmax lt "
-    "masked_fill matmul max mean min "
-    "sign ne normalize permute relu reshape sigmoid silu softmax split sqrt squeeze sum tanh to "
-    "transpose unbind "
-    "unsqueeze var"
+    "abs add argmax chunk clamp eq exp expand flatten ge gelu gt le log log_softmax lt masked_fill "
+    "matmul max mean min sign ne normalize permute relu reshape sigmoid silu softmax split sqrt "
+    "squeeze sum tanh to transpose unbind unsqueeze var"
 ).split():
     _METHODS[_name] = globals()[_name]
 for _name, _op in _METHODS.items():

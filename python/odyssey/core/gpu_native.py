@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..build import library as build
+from ..compile import library as build
 from ..errors import DeviceError
 from . import native as host
 from . import own_ops

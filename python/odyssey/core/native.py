@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..base import limits
-from ..build import library as build
+from ..compile import library as build
 from ..errors import BuildError, ConfigError
 from ..settings.recipes import PRECISIONS
 
@@ -154,9 +154,8 @@ class Op(NamedTuple):
             word[0] == "~" for group in (groups[0], *groups[2:]) for word in group
         ):
             raise BuildError(
-                f"[ops] {name} has the roles {roles!r}; expected 'outputs; inputs; sizes', with "
-                "+ before what is added "
-                "to and ~ before scratch memory, which stands among the inputs"
+                f"[ops] {name} has the roles {roles!r}; expected 'outputs; inputs; sizes', with + "
+                "before what is added to and ~ before scratch memory, which stands among the inputs"
             )
         outputs, inputs, sizes = (*groups, (), ())[:3]
         arguments = (*outputs, *inputs)
@@ -239,8 +238,7 @@ class Library(OpTable):
         if not constant(4):
             raise BuildError(
                 f"[build] {path} multiplies with AMX's tile registers, which Linux does not let "
-                "this process use; set "
-                "ODYSSEY_TARGET_CPU=x86-64-v4+avx512bf16"
+                "this process use; set ODYSSEY_TARGET_CPU=x86-64-v4+avx512bf16"
             )
         super().__init__(lib, "odyssey")
         self.timeline: Any = None  # that is open (timeline.py)

@@ -57,8 +57,7 @@ class Files:
             reason = f"has no room for {count / 2**20:,.0f} MiB more" if full else "cannot be used"
             raise OutputError(
                 f"[offload] {self.folder} {reason} ({problem.strerror}); name another folder, on a "
-                "disk with room for "
-                "parameters, gradients and the optimizer's state"
+                "disk with room for parameters, gradients and the optimizer's state"
             ) from None
         return np.frombuffer(mapping, np.uint8).view(dtype).reshape(shape)
 

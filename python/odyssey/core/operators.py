@@ -512,8 +512,7 @@ def _product(a: Tensor, b: Tensor, turn_a: bool = False, turn_b: bool = False) -
     if batch is None or k != k_of_b:
         raise ShapeError(
             f"[matmul] shapes {a.shape} and {b.shape}; they must be (..., M, K) and (..., K, N) "
-            "with the same K, "
-            "and axes before that are equal or 1"
+            "with the same K, and axes before that are equal or 1"
         )
     c = empty((*batch, m, n))
     strides = []
@@ -661,8 +660,7 @@ def _indexed(x: Tensor, key: Any) -> Tensor:
     if getattr(key, "mask", False):
         raise ShapeError(
             f"[index] the result of a comparison, {key.shape}, is 1 and 0 and no index; use "
-            "where(condition, a, b), "
-            "or multiply with it"
+            "where(condition, a, b), or multiply with it"
         )
     return take(x, key) if isinstance(key, (Tensor, np.ndarray, list)) else getitem(x, key)
 
@@ -700,7 +698,7 @@ _OPERATORS |= {
 }
 _OPERATORS |= {"__float__": Tensor.item, "__int__": lambda x: int(x.item())}
 # f"{loss:.4f}"
-_OPERATORS |= {"__format__": lambda x, how: format(x.item(), how) if how else repr(x)}
+_OPERATORS |= {"__format__": lambda x, form: format(x.item(), form) if form else repr(x)}
 _OPERATORS |= {
     "__ge__": ge,
     "__eq__": _equal,

@@ -14,8 +14,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..build import gpus
-from ..build import library as build
+from ..compile import gpus
+from ..compile import library as build
 from ..errors import BuildError, ConfigError
 from . import native
 

@@ -16,9 +16,8 @@ class Guarded(np.ndarray):
 
     def _refuse(self) -> None:
         raise ConfigError(
-            "[train] ranks have parts of the weights and of the optimizer's state on this "
-            "layout, so a write on one "
-            "would be lost; write within `with trainer.writing():`, on all ranks"
+            "[train] ranks have parts of the weights and of the optimizer's state on this layout, "
+            "so a write on one would be lost; write within `with trainer.writing():`, on all ranks"
         )
 
     def __setitem__(self, key: Any, value: Any) -> None:

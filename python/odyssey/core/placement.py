@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..build import gpus
+from ..compile import gpus
 from ..errors import ConfigError, DeviceError
 
 if TYPE_CHECKING:
@@ -56,13 +56,11 @@ def device(where: int | str | Device = 0) -> Device:
             if slot >= gpu_count:
                 raise DeviceError(
                     f"[device] {where!r} needs {slot + 1} GPUs and this machine has "
-                    f"{gpu_count or 'none'}; "
-                    f"use device({slot}) or 'cpu'"
+                    f"{gpu_count or 'none'}; use device({slot}) or 'cpu'"
                 )
             raise DeviceError(
-                f"[device] {where!r}: layers are placed on slots, and a trainer with "
-                "device='gpu' runs all of them on "
-                f"its GPUs; use device({slot}) or 'cpu'"
+                f"[device] {where!r}: layers are placed on slots, and a trainer with device='gpu' "
+                f"runs all of them on its GPUs; use device({slot}) or 'cpu'"
             )
         if where.isdigit():
             return device(int(where))
@@ -125,14 +123,12 @@ def check_places(schedule: str, place: Sequence[int]) -> None:
         if list(place) != [s % count for s in range(len(place))] or len(place) % count:
             raise ConfigError(
                 "[pipeline] schedule 'interleaved' needs stages = v x devices with stage s on "
-                "device s mod devices, "
-                f"but {len(place)} stages are on {list(place)}; change Stage(device=) or @ "
-                "device(k), or add stages"
+                f"device s mod devices, but {len(place)} stages are on {list(place)}; change "
+                "Stage(device=) or @ device(k), or add stages"
             )
     elif list(place) != list(range(len(place))):
         raise ConfigError(
             f"[pipeline] schedule {schedule!r} needs stage s on device s, but the {len(place)} "
-            "stages are on "
-            f"{list(place)}; change Stage(device=) or @ device(k), or use 'interleaved' for "
-            "several stages per device"
+            f"stages are on {list(place)}; change Stage(device=) or @ device(k), or use "
+            "'interleaved' for several stages per device"
         )

@@ -67,8 +67,7 @@ def one(layer: str, name: str, value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         raise ConfigError(
             f"[{layer}] {name} is {tuple(value)}; give one number for all axes, and as strides "
-            "slices of the result of "
-            "stride 1, such as y[:, :, ::2]"
+            "slices of the result of stride 1, such as y[:, :, ::2]"
         )
     return value
 
@@ -284,8 +283,7 @@ def conv1d(
     if x.ndim != 3 or weight.ndim != 3:
         raise ShapeError(
             f"[conv1d] input {x.shape} and weight {weight.shape}; they must be (N, C, W) and (K, "
-            "C, T)"
-            f"{as_image(x.shape)}"
+            f"C, T){as_image(x.shape)}"
         )
     (n, c, w) = x.shape
     (k, per, t) = weight.shape

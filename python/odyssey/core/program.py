@@ -53,9 +53,9 @@ def copied_memory(array: np.ndarray, make: Any = None) -> OwnMemory:
 
     `make` allocates it; the default is that of this thread.
     """
-    made = (make or maker())(array.shape, array.dtype, zero=False)
-    made[...] = array
-    return OwnMemory(made)
+    array_copy = (make or maker())(array.shape, array.dtype, zero=False)
+    array_copy[...] = array
+    return OwnMemory(array_copy)
 
 
 class Range:
@@ -90,8 +90,7 @@ class Slot:
     def address(self) -> int:
         raise ConfigError(
             "[replay] a value was read while the step was being recorded; a forward() that looks "
-            "at values "
-            "(print, if, .numpy()) needs execution='eager'"
+            "at values (print, if, .numpy()) needs execution='eager'"
         )
 
 
@@ -465,15 +464,15 @@ def _places(slots: list[Slot]) -> tuple[int, list[int]]:
     offsets = []
     total = 0
     for s in slots:
-        at = 0
+        start = 0
         for offset, end, first, last in placed:
             if first <= s.last and s.first <= last:
-                if at + s.nbytes <= offset:
+                if start + s.nbytes <= offset:
                     break
-                at = max(at, end)
-        offsets.append(at)
-        total = max(total, at + s.nbytes)
-        place = (at, _aligned(at + s.nbytes), s.first, s.last)
+                start = max(start, end)
+        offsets.append(start)
+        total = max(total, start + s.nbytes)
+        place = (start, _aligned(start + s.nbytes), s.first, s.last)
         bisect.insort(placed, place, key=operator.itemgetter(0))
     return total, offsets
 
@@ -490,19 +489,19 @@ def _places_by_arrays(slots: list[Slot]) -> tuple[int, list[int]]:
     for count, s in enumerate(slots):
         starts, ends, firsts, lasts = placed[:, :count]
         alive = np.flatnonzero((firsts <= s.last) & (lasts >= s.first))
-        at = 0
+        start = 0
         if len(alive):
             tops = np.maximum.accumulate(ends[alive])  # of each slot and those before it
             bottoms = np.zeros_like(tops)
             bottoms[1:] = tops[:-1]
             fits = bottoms + s.nbytes <= starts[alive]
             gap = int(fits.argmax())
-            at = int(bottoms[gap] if fits[gap] else tops[-1])
-        offsets.append(at)
-        total = max(total, at + s.nbytes)
-        column = int(np.searchsorted(starts, at, side="right"))
+            start = int(bottoms[gap] if fits[gap] else tops[-1])
+        offsets.append(start)
+        total = max(total, start + s.nbytes)
+        column = int(np.searchsorted(starts, start, side="right"))
         placed[:, column + 1 : count + 1] = placed[:, column:count]
-        placed[:, column] = at, _aligned(at + s.nbytes), s.first, s.last
+        placed[:, column] = start, _aligned(start + s.nbytes), s.first, s.last
     return total, offsets
 
 

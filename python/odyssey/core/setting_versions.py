@@ -61,44 +61,27 @@ def unnoticed() -> Iterator[list[tuple[Any, str]]]:
         running.written = outer_written
 
 
-def same(before: Any, after: Any) -> bool:
-    """True if setting an attribute that is `before` to `after` changes nothing that a program
+def is_unchanged(old: Any, new: Any) -> bool:
+    """True if setting an attribute that is `old` to `new` changes nothing that a program
     could depend on.
     """
-    if before is after:
+    if old is new:
         return True
-    if type(before) is not type(after):
+    if type(old) is not type(new):
         return False
-    if isinstance(before, _PLAIN):
-        return before == after or (before != before and after != after)
-    if isinstance(before, tuple) and len(before) == len(after):
-        return all(same(a, b) for a, b in zip(before, after, strict=True))
+    if isinstance(old, _PLAIN):
+        return old == new or (old != old and new != new)
+    if isinstance(old, tuple) and len(old) == len(new):
+        return all(is_unchanged(a, b) for a, b in zip(old, new, strict=True))
     return False
 
 
 def noted(owner: Any, name: str, after: Any = _MISSING) -> None:
     """Notes that an attribute of a module is about to be set, or deleted: call it before."""
     previous = vars(owner).get(name, getattr(type(owner), name, _MISSING))
-    if same(previous, after):
+    if is_unchanged(previous, after):
         return
     if running.written is not None:
         running.written.append((owner, name))
     else:
         models.rise()
-
-
-class VersionedSettings:
-    """A base class whose attributes, set after __init__ or in it, raise `updates`; those in
-    `unwatched` do not.
-    """
-
-    unwatched: frozenset[str] = frozenset()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if (
-            name[0] != "_"
-            and name not in self.unwatched
-            and not same(vars(self).get(name, _MISSING), value)
-        ):
-            updates.rise()
-        object.__setattr__(self, name, value)

@@ -336,9 +336,8 @@ def getitem(x: Tensor, key: Any) -> Tensor:
             k is None or k is Ellipsis or isinstance(k, (int, np.integer, slice))
         ) or isinstance(k, bool):
             raise ShapeError(
-                f"[index] an index of type {type(k).__name__}; give integers, slices, ... or "
-                "None, or one index of "
-                "whole numbers alone, for rows: of another axis x.transpose(0, "
+                f"[index] an index of type {type(k).__name__}; give integers, slices, ... or None, "
+                "or one index of whole numbers alone, for rows: of another axis x.transpose(0, "
                 "axis)[index].transpose(0, axis)"
             )
     indexed_axes = len([k for k in keys if k is not None and k is not Ellipsis])
@@ -449,18 +448,19 @@ def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 def split(x: Tensor, split_size: int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
     """Pieces along an axis: of one size, the last one being what is left, or of the sizes given."""
-    at = axis_of("split", dim, x.ndim)
-    n = x.shape[at]
+    axis = axis_of("split", dim, x.ndim)
+    n = x.shape[axis]
     if isinstance(split_size, int):
         if split_size < 1:
             raise ShapeError(f"[split] pieces of {split_size}; they must be at least 1 long")
         split_size = [builtins.min(split_size, n - i) for i in range(0, n, split_size)]
     if builtins.sum(split_size) != n:
         raise ShapeError(
-            f"[split] pieces of {list(split_size)} of axis {at}, of size {n}; their sum must be {n}"
+            f"[split] pieces of {list(split_size)} of axis {axis}, of size {n}; their sum must be "
+            f"{n}"
         )
     ends = np.cumsum(split_size).tolist()
-    full_slices = (slice(None),) * at
+    full_slices = (slice(None),) * axis
     return tuple(
         getitem(x, (*full_slices, slice(end - size, end)))
         for size, end in zip(split_size, ends, strict=True)

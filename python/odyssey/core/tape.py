@@ -328,9 +328,9 @@ class Tensor:
         self._check_copied()
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        more = {name: attribute(value) for name, value in self._attributes().items()}
+        attributes = {name: attribute(value) for name, value in self._attributes().items()}
         new.__setstate__(
-            {**self._state(copied(self.memory, self.shape, self.dtype, memo), memo), **more}
+            {**self._state(copied(self.memory, self.shape, self.dtype, memo), memo), **attributes}
         )
         return new
 
@@ -356,13 +356,13 @@ class Tensor:
 
         `memo` is None for pickle, which copies `grad` itself.
         """
-        named = {
+        values = {
             name: getattr(self, name)
             for name in ("shape", "layout", "dtype", "requires_grad", "device", "mask")
         }
         return {
             "memory": memory,
-            **named,
+            **values,
             "grad": self.grad if memo is None else copy.deepcopy(self.grad, memo),
         }
 
@@ -385,9 +385,8 @@ class Tensor:
         """Raises ConfigError if the values are not here, or belong to a tape."""
         if self.node is not None:
             raise ConfigError(
-                "[copy] a tensor that ops computed from a tensor with requires_grad=True can't "
-                "be copied or pickled, "
-                "because its tape can't; use .detach() first"
+                "[copy] a tensor that ops computed from a tensor with requires_grad=True can't be "
+                "copied or pickled, because its tape can't; use .detach() first"
             )
         if isinstance(self.memory, Slot):
             _ = self.memory.address  # raises: there are no values yet
@@ -461,11 +460,11 @@ class Parameter(Tensor):
     def _state(self, memory: OwnMemory, memo: dict[int, Any] | None) -> dict[str, Any]:
         # `places` is by the id of modules, so the copies of these modules say it again
         # (nn.Module.__setstate__)
-        named = {
+        values = {
             name: getattr(self, name)
             for name in ("shape", "layout", "dtype", "requires_grad", "device", "name")
         }
-        return {"memory": memory, **named}
+        return {"memory": memory, **values}
 
     def place(self, memory: Memory, grad: Memory) -> None:
         """Moves the parameter to other memory (an arena's); the caller copies the values."""

@@ -27,7 +27,7 @@ from odyssey.data.nested import Form, Leaf, leaves, mapped
 from odyssey.errors import ConfigError, DataError, check_integer, printable
 
 from ..base.requirements import REINSTALL
-from ..build.library import cache_dir
+from ..compile.library import cache_dir
 
 _SHIPPED = Path(__file__).parent / "mnist"
 
@@ -43,73 +43,86 @@ FINGERPRINT_BYTES = 1 << 22  # that a fingerprint is of, about 10 ms
 
 
 def digest(*parts: np.ndarray | str) -> str:
-    """16 hexadecimal digits of the SHA-256 of arrays and texts."""
+    """Returns the first 16 hexadecimal digits of the SHA-256 of arrays and strings."""
     hasher = hashlib.sha256()
     for part in parts:
-        hasher.update(
-            part.encode() + b"\0" if isinstance(part, str) else np.ascontiguousarray(part).tobytes()
-        )
+        if isinstance(part, str):
+            # The end mark keeps ("ab", "c") apart from ("a", "bc").
+            hasher.update(part.encode() + b"\0")
+        else:
+            hasher.update(np.ascontiguousarray(part).tobytes())
     return hasher.hexdigest()[:16]
 
 
 def outside(numbers: np.ndarray, count: int) -> int | None:
-    """The place of the first of some integers that is not in 0..count-1; None if all are."""
+    """Returns the index of the first integer that is not in 0..count-1, or None if all are."""
     if not numbers.size or (numbers.min() >= 0 and numbers.max() < count):
         return None
     return int(np.flatnonzero((numbers < 0) | (numbers >= count))[0])
 
 
 def described(dataset: Any) -> str:
-    """Any data set as one line."""
+    """Returns a description of any data set in one line, as for `repr`."""
+    name = getattr(dataset, "name", None)
     shape = getattr(dataset, "sample_shape", None)
     classes = getattr(dataset, "classes", None)
-    parts = [f"{len(dataset)} samples"] + [f"of {shape}"] * (shape is not None)
+    name_text = f"{name}, " if isinstance(name, str) else ""
+    shape_text = "" if shape is None else f" of {shape}"
     classes_text = f", classes={reprlib.repr(classes)}" if classes else ""
-    name = f"{dataset.name}, " if isinstance(getattr(dataset, "name", None), str) else ""
-    return f"{type(dataset).__name__}({name}{' '.join(parts)}{classes_text})"
+    return f"{type(dataset).__name__}({name_text}{len(dataset)} samples{shape_text}{classes_text})"
 
 
 class Described:
-    """A data set that says what it holds."""
+    """Base of data sets: its `repr` describes the samples."""
 
     __repr__ = described
 
 
 class Gathered(Described):
-    """A data set whose samples are read many at a time, by `gather`; one is such a read too."""
+    """Base of data sets whose `gather(indices)` reads many samples at a time.
+
+    Reading one sample uses `gather` too.
+    """
 
     def __getitem__(self, i: int) -> tuple[Any, Any]:
-        """(sample, target) number i, as a model and a loss are given them; negative numbers
-        count from the end.
+        """Returns sample i and its target, as a model and a loss receive them.
+
+        Negative numbers count from the end. Raises IndexError if there is no such sample.
         """
-        both = self.gather(np.array([range(len(self))[i]]))
-        return tuple(mapped(lambda a: a[0], tree) for tree in both)
+        index = range(len(self))[i]  # checks the number, and resolves a negative one
+        sample, target = self.gather(np.array([index]))
+        return mapped(lambda a: a[0], sample), mapped(lambda a: a[0], target)
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that stand for the samples; of many, those at even distances,
-        FINGERPRINT_BYTES.
+        """Returns 16 hexadecimal digits that identify the samples.
+
+        They depend on about FINGERPRINT_BYTES of the samples, taken at even distances.
         """
-        size = sum(leaf.nbytes for leaf in leaves(self.gather(np.zeros(1, np.int64))))
-        count = min(len(self), 10_000, max(3, FINGERPRINT_BYTES // size))
-        return digest(*leaves(self.gather(np.linspace(0, len(self) - 1, count).astype(np.int64))))
+        first_sample = self.gather(np.zeros(1, np.int64))
+        sample_bytes = sum(leaf.nbytes for leaf in leaves(first_sample))
+        count = min(len(self), 10_000, max(3, FINGERPRINT_BYTES // sample_bytes))
+        indices = np.linspace(0, len(self) - 1, count).astype(np.int64)
+        return digest(*leaves(self.gather(indices)))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ArrayDataset(Gathered):
-    """Samples and targets in memory.
+    """Samples and targets in memory. `arrays` and `load` build it.
 
-    Made by `arrays` or `load`; whatever makes it, its parts fit each other.
+    The constructor checks that its parts fit each other, and raises DataError if they don't.
 
-    images: (N, C, H, W) or (N, F), uint8 or float32, C-contiguous, N >= 1; or any tree (nested.py)
-        of C-contiguous float32 or int32 arrays (N, ...).
-    labels: (N,) int32, 0 <= label < classes; or, if `classes` is 0, any tree of float32 or int32
-    arrays (N, ...). classes: number of classes; 0: the targets are no classes. scale, shift: (C,)
-    float32, (1,) for (N, F); a pixel p of channel c stands for the value p * scale[c] + shift[c].
-        Trees are taken as they are.
-    name: what error messages call it. columns, class_names: of (N, F) that come from a table
-    (tables.Columns), and what classes are called, where that is
-        known.
-    Raises DataError where one of these does not hold.
+    Args:
+        images: the samples: (N, C, H, W) or (N, F), uint8 or float32, C-contiguous, N >= 1. Or any
+            tree (nested.py) of C-contiguous float32 or int32 arrays (N, ...).
+        labels: the targets: (N,) int32 with 0 <= label < classes. Or, if `classes` is 0, any tree
+            of float32 or int32 arrays (N, ...).
+        classes: the number of classes. 0 means that the targets are no classes.
+        scale: (C,) float32, or (1,) for samples (N, F). A pixel p of channel c stands for the value
+            p * scale[c] + shift[c]. Trees don't use it.
+        shift: see `scale`.
+        name: the name in error messages.
+        columns: the `tables.Columns` of samples that come from a table.
+        class_names: the names of the classes, if they are known.
     """
 
     images: Any
@@ -132,8 +145,7 @@ class ArrayDataset(Gathered):
             ):
                 raise DataError(
                     f"{self.name}: an array is {leaf.dtype} {leaf.shape}; C-contiguous int32 or "
-                    f"float32 of {len(self)} "
-                    "samples expected; use arrays()"
+                    f"float32 of {len(self)} samples expected; use arrays()"
                 )
         if self.classes:
             _check_labels(self.labels, len(self), self.classes, self.name)
@@ -145,52 +157,59 @@ class ArrayDataset(Gathered):
 
     @functools.cached_property
     def normalised(self) -> bool:
-        """Returns whether samples are one array that goes through `scale` and `shift`."""
-        x = self.images
-        return isinstance(x, np.ndarray) and x.dtype in (np.uint8, np.float32) and x.ndim in (2, 4)
+        """Tells whether the samples are one array that `scale` and `shift` apply to."""
+        images = self.images
+        return (
+            isinstance(images, np.ndarray)
+            and images.dtype in (np.uint8, np.float32)
+            and images.ndim in (2, 4)
+        )
 
     @property
     def _channels(self) -> int:
+        """The length of `scale` and `shift`."""
         return self.images.shape[1] if self.normalised and self.images.ndim == 4 else 1
 
     @property
     def sample_shape(self) -> Any:
-        """Shape of one sample: (C, H, W) or (F,), or a tree of shapes."""
+        """The shape of one sample: (C, H, W) or (F,), or a tree of shapes."""
         return mapped(lambda a: a.shape[1:], self.images)
 
     @functools.cached_property
     def form(self) -> Form:
-        """Form of a sample and its target, as a model and a loss are given them."""
+        """The form of a sample and its target, as a model and a loss receive them."""
 
-        def leaf(a: np.ndarray) -> Leaf:
-            return Leaf(a.shape[1:], a.dtype.name)
+        def describe_leaf(array: np.ndarray) -> Leaf:
+            return Leaf(array.shape[1:], array.dtype.name)
 
-        inputs = (
-            Leaf(self.sample_shape, "float32", True)
-            if self.normalised
-            else mapped(leaf, self.images)
-        )
-        return Form(inputs, mapped(leaf, self.labels), self.classes > 0)
+        if self.normalised:
+            inputs = Leaf(self.sample_shape, "float32", normalised=True)
+        else:
+            inputs = mapped(describe_leaf, self.images)
+        return Form(inputs, mapped(describe_leaf, self.labels), classes=self.classes > 0)
 
     @functools.cached_property
     def gathered(self) -> list[np.ndarray]:
-        """The arrays that are taken by rows as they are: those of the targets, behind those of a
-        tree of samples.
+        """The arrays that batches take rows of without changing the values.
+
+        These are the arrays of a tree of samples, then the arrays of the targets.
         """
         return ([] if self.normalised else leaves(self.images)) + leaves(self.labels)
 
     @property
     def all_arrays(self) -> list[np.ndarray]:
-        """Returns those arrays behind the one that is normalised."""
+        """All arrays: the one that is normalised, if there is one, then `gathered`."""
         return ([self.images] if self.normalised else []) + self.gathered
 
     def __len__(self) -> int:
         return len(leaves(self.images)[0])
 
     def gather(self, indices: np.ndarray) -> tuple[Any, Any]:
-        """The samples at `indices` (B,), in that order: images float32 (B, *sample_shape),
-        normalised, and labels int32 (B,); trees stay trees. All arrays are new. Raises
-        DataError for an index outside 0..N-1 (a negative one does not count from the end).
+        """Returns the samples and targets at `indices` (B,), in that order.
+
+        Images become float32 (B, *sample_shape), normalised. Labels are int32 (B,). Trees stay
+        trees. All arrays are new. Raises DataError for an index outside 0..N-1: a negative index
+        does not count from the end.
         """
         indices = np.asarray(indices, dtype=np.int64)
         if (wrong := outside(indices, len(self))) is not None:
@@ -206,12 +225,16 @@ class ArrayDataset(Gathered):
         return images, targets
 
     def rows(self, which: Any) -> tuple[Any, Any]:
-        """Samples and targets as they are held, by their numbers or a slice."""
+        """Returns samples and targets as they are in memory, without normalising them.
+
+        which: indices (B,), a mask (N,) or a slice.
+        """
         return mapped(lambda a: a[which], self.images), mapped(lambda a: a[which], self.labels)
 
     def take(self, n: int) -> ArrayDataset:
-        """The first n samples as a data set that shares this one's memory; ConfigError unless 1
-        <= n <= N.
+        """Returns the first n samples as a data set that shares the memory of this one.
+
+        Raises ConfigError unless 1 <= n <= N.
         """
         n = check_integer(f"the number of samples to take from {self.name}", n, 1, len(self))
         images, labels = self.rows(slice(n))
@@ -227,42 +250,52 @@ def arrays(
     shift: float | np.ndarray = 0.0,
     name: str = "arrays",
 ) -> ArrayDataset:
-    """Make a checked data set of your own arrays: of images or rows of numbers and their
-    classes, or of any others.
+    """Builds a checked data set from your own arrays, for example images and their classes.
 
-    images: (N, C, H, W), (N, H, W) which becomes (N, 1, H, W), or (N, F). uint8 stays uint8;
-        float16 and float64 become float32. A C-contiguous uint8 or float32 array is not copied:
-        leave it unchanged while the data set is in use. Or a tuple or dict of arrays (N, ...), or
-        integers (N, ...): floats become float32, integers int32. A model is called as
-        model(*inputs) with a tuple, as model(inputs) with a dict.
-    labels: classes (N,) of any integer type, copied to int32. Or any other targets, which a loss is
-        given as they are:
-        numbers (N, ...), integers (N, T), a tuple or dict of arrays.
-    classes: number of classes; the largest label plus one if None. 0: integers (N,) are no classes.
-    scale, shift: one number, or one per channel; a pixel p stands for the value p * scale + shift.
-    To have
-        (p / 255 - mean) / std of uint8 images, give 1 / (255 * std) and -mean / std.
-    Returns an ArrayDataset whose arrays are read-only views. Raises DataError for another dtype or
-    shape, different lengths, no sample, NaN or infinity in floats, integers beyond int32, a label
-    below 0 or not below `classes`; ConfigError for a wrong `classes`, `scale` or `shift`.
+    Args:
+        images: (N, C, H, W), (N, H W) which becomes (N, 1, H, W), or (N, F). uint8 stays uint8.
+            float16 and float64 become float32. A C-contiguous uint8 or float32 array is not copied,
+            so leave it unchanged while the data set is in use. Or a tuple or dict of arrays
+            (N, ...), or integers (N, ...): floats become float32, integers int32. A model is called
+            as model(*inputs) with a tuple, as model(inputs) with a dict.
+        labels: classes (N,) of any integer type, copied to int32. Or any other targets, which a
+            loss receives as they are: numbers (N, ...), integers (N, T), a tuple or dict of arrays.
+        classes: the number of classes. None means the largest label plus one. 0 means that integers
+            (N,) are no classes.
+        scale: one number, or one per channel. A pixel p stands for the value p * scale + shift. For
+            (p / 255 - mean) / std of uint8 images, pass scale=1 / (255 * std), shift=-mean / std.
+        shift: see `scale`.
+        name: the name of the data set in error messages.
+
+    Returns:
+        An ArrayDataset whose arrays are read-only views.
+
+    Raises:
+        DataError: another dtype or shape, different lengths, no sample, NaN or infinity in floats,
+            integers beyond int32, a label below 0 or not below `classes`.
+        ConfigError: a wrong `classes`, `scale` or `shift`.
     """
     if classes is not None:
         classes = check_integer(f"{name}: classes", classes, 0, 2**31 - 1)
-    images, labels = (
-        t if isinstance(t, (tuple, dict)) else np.asarray(t) for t in (images, labels)
-    )
+    if not isinstance(images, (tuple, dict)):
+        images = np.asarray(images)
+    if not isinstance(labels, (tuple, dict)):
+        labels = np.asarray(labels)
+    # Integers other than bytes are tokens or categories, not pixels: they are not normalised.
     if isinstance(images, np.ndarray) and (
         images.dtype == np.uint8 or images.dtype.kind not in "iub"
     ):
-        images = _as_images(images, name)
+        images = _convert_images(images, name)
         _check_images(images, name)
         channels = images.shape[1] if images.ndim == 4 else 1
     else:
-        images = _as_tree(images, None, "inputs", name)
+        images = _convert_tree(images, None, "inputs", name)
         channels = 1
     count = len(leaves(images)[0])
-    integers = isinstance(labels, np.ndarray) and labels.dtype.kind in "iu" and labels.ndim < 2
-    if classes or (classes is None and integers):
+    labels_look_like_classes = (
+        isinstance(labels, np.ndarray) and labels.dtype.kind in "iu" and labels.ndim < 2
+    )
+    if classes or (classes is None and labels_look_like_classes):
         if labels.dtype.kind not in "iu":
             raise DataError(
                 f"{name}: labels are {labels.dtype}; classes are integers; for others leave out "
@@ -277,13 +310,16 @@ def arrays(
         _check_labels(labels, count, classes, name, advice)
         labels = labels.astype(np.int32)
     else:
-        labels = _as_tree(labels, count, "targets", name)
+        labels = _convert_tree(labels, count, "targets", name)
         classes = 0
-    images, labels = (mapped(_read_only, tree) for tree in (images, labels))
-    both = (
-        _per_channel(v, channels, field, name) for field, v in (("scale", scale), ("shift", shift))
+    return ArrayDataset(
+        images=mapped(_make_read_only, images),
+        labels=mapped(_make_read_only, labels),
+        classes=classes,
+        scale=_expand_per_channel(scale, channels, "scale", name),
+        shift=_expand_per_channel(shift, channels, "shift", name),
+        name=name,
     )
-    return ArrayDataset(images, labels, classes, *both, name)
 
 
 @dataclass(frozen=True)
@@ -296,7 +332,7 @@ class DatasetInfo:
     std: tuple[float, ...]
     train_files: tuple[str, ...]  # for IDX the images, then the labels, each also allowed with .gz
     test_files: tuple[str, ...]
-    # where under a data folder the files may be, the most telling place first
+    # The folders below --data-dir that may hold the files. The most specific one comes first.
     folders: tuple[str, ...]
 
 
@@ -305,45 +341,56 @@ _IDX_TEST = ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 DATASETS: dict[str, DatasetInfo] = {
     "mnist": DatasetInfo(
-        (1, 28, 28), 10, (0.1307,), (0.3081,), _IDX_TRAIN, _IDX_TEST, ("mnist", "MNIST/raw", ".")
+        shape=(1, 28, 28),
+        classes=10,
+        mean=(0.1307,),
+        std=(0.3081,),
+        train_files=_IDX_TRAIN,
+        test_files=_IDX_TEST,
+        folders=("mnist", "MNIST/raw", "."),
     ),
     "fashion-mnist": DatasetInfo(
-        (1, 28, 28),
-        10,
-        (0.2860,),
-        (0.3530,),
-        _IDX_TRAIN,
-        _IDX_TEST,
-        ("fashion-mnist", "FashionMNIST/raw", "."),
+        shape=(1, 28, 28),
+        classes=10,
+        mean=(0.2860,),
+        std=(0.3530,),
+        train_files=_IDX_TRAIN,
+        test_files=_IDX_TEST,
+        folders=("fashion-mnist", "FashionMNIST/raw", "."),
     ),
     "cifar10": DatasetInfo(
-        (3, 32, 32),
-        10,
-        (0.4914, 0.4822, 0.4465),
-        (0.2470, 0.2435, 0.2616),
-        tuple(f"data_batch_{number}.bin" for number in range(1, 6)),
-        ("test_batch.bin",),
-        ("cifar10/cifar-10-batches-bin", "cifar10", "cifar-10-batches-bin", "."),
+        shape=(3, 32, 32),
+        classes=10,
+        mean=(0.4914, 0.4822, 0.4465),
+        std=(0.2470, 0.2435, 0.2616),
+        train_files=tuple(f"data_batch_{number}.bin" for number in range(1, 6)),
+        test_files=("test_batch.bin",),
+        folders=("cifar10/cifar-10-batches-bin", "cifar10", "cifar-10-batches-bin", "."),
     ),
 }
 
 
 def load(name: str, *, train: bool, data_dir: Path | None = None) -> ArrayDataset:
-    """Read the training or the test part of a known data set.
+    """Reads the training or the test part of a known data set.
 
-    name: "mnist", "fashion-mnist" or "cifar10" (the keys of DATASETS). train: True for the training
-    part, False for the test part. data_dir: folder with the original files, or with a subfolder
-    that has them. None reads the MNIST that comes with
-        the package, whose content is verified by SHA-256; your own folder may hold other data in
-        the same format.
-    Returns uint8 images (N, C, H, W) with the scale and shift that give (pixel / 255 - mean) / std.
-    Raises ConfigError for an unknown name; DataError for missing, damaged, altered or mismatched
-    files.
+    Args:
+        name: "mnist", "fashion-mnist" or "cifar10" (the keys of DATASETS).
+        train: True for the training part, False for the test part.
+        data_dir: the folder with the original files, or with a subfolder that has them. It may hold
+            other data in the same format. None reads the MNIST that comes with the package, and
+            verifies its content by SHA-256.
+
+    Returns:
+        uint8 images (N, C, H, W), with the scale and shift for (pixel / 255 - mean) / std.
+
+    Raises:
+        ConfigError: an unknown name.
+        DataError: missing, damaged, altered or mismatched files.
     """
     if name not in DATASETS:
         raise ConfigError(f"[data] dataset is {name!r}; allowed are {', '.join(DATASETS)}")
     info = DATASETS[name]
-    files = _find(name, train, data_dir)
+    files = _find_files(name, train, data_dir)
     images, labels = _read_cifar(files) if name == "cifar10" else _read_idx_pair(name, files)
     mean = np.array(info.mean, np.float64)
     std = np.array(info.std, np.float64)
@@ -357,29 +404,34 @@ def load(name: str, *, train: bool, data_dir: Path | None = None) -> ArrayDatase
     )
 
 
-def _find(name: str, train: bool, data_dir: Path | None) -> list[Path]:
-    """The files of one part, all in one folder; DataError that names the missing ones if no
-    folder has them all.
+def _find_files(name: str, train: bool, data_dir: Path | None) -> list[Path]:
+    """Returns the files of one part of a known data set. All are in the same folder.
+
+    Raises DataError with the names of the missing files if no folder has them all.
     """
     info = DATASETS[name]
     file_names = info.train_files if train else info.test_files
     if data_dir is None and name != "mnist":
         raise DataError(
             f"{name} does not come with odyssey; get "
-            f"{', '.join(info.train_files + info.test_files)} "
-            "and give their folder with --data-dir"
+            f"{', '.join(info.train_files + info.test_files)} and give their folder with --data-dir"
         )
     root = _SHIPPED if data_dir is None else Path(data_dir)
-    if not os.path.isdir(root):  # False as well for a name that no file can have
+    if not os.path.isdir(root):  # also False for a path that is too long or malformed
         raise DataError(
             f"--data-dir {printable(str(root), limit=200)} is not a folder; give that of "
             f"{name}'s files"
         )
-    tried = [[_in_folder(root / folder, file) for file in file_names] for folder in info.folders]
-    best = min(tried, key=lambda paths: paths.count(None))  # the first of the most telling
-    if None not in best:
-        return best
-    missing = ", ".join(file for file, path in zip(file_names, best, strict=True) if path is None)
+    paths_per_folder = [
+        [_find_plain_or_gz(root / folder, file) for file in file_names] for folder in info.folders
+    ]
+    # The folder that lacks the fewest files. `min` returns the first one of several.
+    best_paths = min(paths_per_folder, key=lambda paths: paths.count(None))
+    if None not in best_paths:
+        return best_paths
+    missing = ", ".join(
+        file for file, path in zip(file_names, best_paths, strict=True) if path is None
+    )
     if data_dir is None:
         raise DataError(
             f"{missing} is missing from the installation; {REINSTALL}, or use --data-dir"
@@ -388,45 +440,66 @@ def _find(name: str, train: bool, data_dir: Path | None) -> list[Path]:
     raise DataError(
         f"{name}: {missing} not found in {root} nor in its folders "
         f"{', '.join(folder for folder in info.folders if folder != '.')}; put the files there "
-        f"({hint}) "
-        "or give another --data-dir"
+        f"({hint}) or give another --data-dir"
     )
 
 
-def _in_folder(folder: Path, file: str) -> Path | None:
-    return next(
-        (path for path in (folder / file, folder / f"{file}.gz") if os.path.isfile(path)), None
-    )
+def _find_plain_or_gz(folder: Path, file: str) -> Path | None:
+    """Returns the path of a file, or of its gzip copy, or None if the folder has neither."""
+    candidates = (folder / file, folder / f"{file}.gz")
+    return next((path for path in candidates if os.path.isfile(path)), None)
 
 
 def _read_idx_pair(name: str, files: list[Path]) -> tuple[np.ndarray, np.ndarray]:
-    shipped = name == "mnist" and all(path.parent.resolve() == _SHIPPED.resolve() for path in files)
-    pins = [_MNIST_SHA256[path.name.removesuffix(".gz")] if shipped else None for path in files]
-    if shipped and files[0].suffix == ".gz":
-        images = read_unpacked(files[0], cache_dir() / "data", ndim=3, sha256=pins[0])
+    """Reads MNIST or Fashion-MNIST.
+
+    Args:
+        name: the key of the data set in DATASETS.
+        files: the file of the images and the file of the labels.
+
+    Returns:
+        The images (N, H, W) and the labels (N,), both uint8.
+
+    Raises:
+        DataError: a file is damaged or altered, or the two don't belong together.
+    """
+    images_path, labels_path = files
+    is_shipped = name == "mnist" and all(
+        path.parent.resolve() == _SHIPPED.resolve() for path in files
+    )
+    # Only the files of the package must have the known content.
+    images_sha256, labels_sha256 = (
+        _MNIST_SHA256[path.name.removesuffix(".gz")] if is_shipped else None for path in files
+    )
+    if is_shipped and images_path.suffix == ".gz":
+        images = read_unpacked(images_path, cache_dir() / "data", ndim=3, sha256=images_sha256)
     else:
-        images = read_idx(files[0], ndim=3, sha256=pins[0])
-    labels = read_idx(files[1], ndim=1, sha256=pins[1])
-    shape = DATASETS[name].shape[1:]
-    if images.shape[1:] != shape:
+        images = read_idx(images_path, ndim=3, sha256=images_sha256)
+    labels = read_idx(labels_path, ndim=1, sha256=labels_sha256)
+    _, expected_height, expected_width = DATASETS[name].shape
+    count, height, width = images.shape
+    if (height, width) != (expected_height, expected_width):
         raise DataError(
-            f"{files[0]} has images of {images.shape[1]} x {images.shape[2]}; {name} has "
-            f"{shape[0]} x {shape[1]}; "
-            "check that it is the right file"
+            f"{images_path} has images of {height} x {width}; {name} has "
+            f"{expected_height} x {expected_width}; check that it is the right file"
         )
-    if len(images) != len(labels):
+    if count != len(labels):
         raise DataError(
-            f"{files[0]} has {len(images)} images but {files[1]} has {len(labels)} labels; they "
+            f"{images_path} has {count} images but {labels_path} has {len(labels)} labels; they "
             "must belong together"
         )
-    _check_labels(labels, len(images), DATASETS[name].classes, str(files[1]), _FILE_ADVICE)
+    _check_labels(labels, count, DATASETS[name].classes, str(labels_path), _FILE_ADVICE)
     if name == "fashion-mnist":
-        _refuse_mnist(files[1], labels)
+        _refuse_mnist(labels_path, labels)
     return images, labels
 
 
 def _refuse_mnist(path: Path, labels: np.ndarray) -> None:
-    """The two data sets have the same file names; a swapped folder would train and look right."""
+    """Raises DataError if the labels of Fashion-MNIST are the ones of MNIST.
+
+    Both data sets have the same file names. With a swapped folder, training would look right.
+    """
+    # The header of an IDX file of bytes with one dimension. The digests include it.
     header = b"\x00\x00\x08\x01" + len(labels).to_bytes(4, "big")
     if hashlib.sha256(header + labels.tobytes()).hexdigest() in _MNIST_SHA256.values():
         raise DataError(
@@ -435,20 +508,24 @@ def _refuse_mnist(path: Path, labels: np.ndarray) -> None:
 
 
 def _read_cifar(files: list[Path]) -> tuple[np.ndarray, np.ndarray]:
-    records = np.concatenate([_read_records(path) for path in files])
-    return np.ascontiguousarray(records[:, 1:]).reshape(-1, 3, 32, 32), np.ascontiguousarray(
-        records[:, 0]
-    )
+    """Reads files of CIFAR-10 as images (N, 3, 32, 32) and labels (N,), both uint8."""
+    records = np.concatenate([_read_cifar_records(path) for path in files])
+    images = np.ascontiguousarray(records[:, 1:]).reshape(-1, 3, 32, 32)
+    labels = np.ascontiguousarray(records[:, 0])
+    return images, labels
 
 
-def _read_records(path: Path) -> np.ndarray:
-    """One CIFAR-10 binary file as uint8 (records, 3073): the label, then 1024 bytes each of red,
-    green and blue.
+def _read_cifar_records(path: Path) -> np.ndarray:
+    """Reads one CIFAR-10 binary file as uint8 (records, 3073).
+
+    A record is the label, then 1024 bytes each of red, green and blue. Raises DataError for a file
+    that cannot be read, has another length, or holds a wrong label.
     """
     try:
         with path.open("rb") as file:
             file_size = os.fstat(file.fileno()).st_size
-            if not file_size or file_size % _CIFAR_RECORD:  # before anything is allocated
+            # Checked first, because a wrong file may be too large for memory.
+            if not file_size or file_size % _CIFAR_RECORD:
                 raise DataError(
                     f"{path} holds {file_size} bytes; a non-zero multiple of {_CIFAR_RECORD} "
                     "expected; get the file again"
@@ -467,9 +544,17 @@ def _read_records(path: Path) -> np.ndarray:
     return records
 
 
-def _as_tree(tree: Any, count: int | None, role: str, name: str) -> Any:
-    """A tree of C-contiguous float32 and int32 arrays of `count` samples (None: of as many as
-    the first has).
+def _convert_tree(tree: Any, count: int | None, role: str, name: str) -> Any:
+    """Converts a tree of array-likes to C-contiguous float32 and int32 arrays.
+
+    Args:
+        tree: array-likes (N, ...) of floats, integers or booleans.
+        count: the number of samples that each must have. None means that of the first array.
+        role: the name of the tree in messages: "inputs" or "targets".
+        name: the name of the data set in messages.
+
+    Raises:
+        DataError: an array has another dtype or number of samples, or values that don't fit.
     """
     if not leaves(tree):
         raise DataError(
@@ -483,16 +568,15 @@ def _as_tree(tree: Any, count: int | None, role: str, name: str) -> Any:
         if array.ndim < 1 or len(array) != count or array.size == 0:
             raise DataError(
                 f"{name}: an array of the {role} has the shape {array.shape}; "
-                f"({count or 'samples'}, ...) expected, "
-                "with at least one number per sample"
+                f"({count or 'samples'}, ...) expected, with at least one number per sample"
             )
         if array.dtype.kind == "f":
-            array = _as_floats(array, name, role)
+            array = _convert_floats(array, name, role)
         elif array.dtype.kind in "iub":
-            limits = np.iinfo(np.int32)
+            int32_range = np.iinfo(np.int32)
             if (
                 array.dtype.kind != "b"
-                and not limits.min <= array.min() <= array.max() <= limits.max
+                and not int32_range.min <= array.min() <= array.max() <= int32_range.max
             ):
                 raise DataError(
                     f"{name}: the {role} hold integers from {array.min()} to {array.max()}; "
@@ -508,11 +592,16 @@ def _as_tree(tree: Any, count: int | None, role: str, name: str) -> Any:
     return mapped(convert_leaf, tree)
 
 
-def _as_images(images: np.ndarray, name: str) -> np.ndarray:
+def _convert_images(images: np.ndarray, name: str) -> np.ndarray:
+    """Converts images or rows to a C-contiguous uint8 or float32 array.
+
+    (N, H, W) becomes (N, 1, H, W). Raises DataError for another dtype, or numbers that don't fit
+    float32.
+    """
     if images.ndim == 3:
         images = images[:, None]
     if images.dtype.kind == "f":
-        images = _as_floats(images, name, "images")
+        images = _convert_floats(images, name, "images")
     elif images.dtype != np.uint8:
         raise DataError(
             f"{name}: images are {images.dtype}; uint8, other integers and floats are allowed"
@@ -520,27 +609,26 @@ def _as_images(images: np.ndarray, name: str) -> np.ndarray:
     return np.ascontiguousarray(images)
 
 
-def _as_floats(array: np.ndarray, name: str, role: str) -> np.ndarray:
-    """An array as float32.
+def _convert_floats(array: np.ndarray, name: str, role: str) -> np.ndarray:
+    """Converts an array of floats to float32.
 
-    Raises DataError: NaN, infinity, or a double that is too large for float32.
+    Raises DataError for NaN, infinity, or a double that is too large for float32.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         array = array.astype(np.float32, copy=False)
-        # The sum is NaN or infinite exactly if a value is (float64 has the range), and needs no
-        # array of flags.
+        # The sum is NaN or infinite exactly if a value is, because float64 has the range. Unlike
+        # isfinite() of all values, it needs no second array.
         if np.isfinite(array.sum(dtype=np.float64)):
             return array
     index = tuple(int(axis) for axis in np.argwhere(~np.isfinite(array))[0])
     raise DataError(
         f"{name}: sample {index[0]} of the {role} holds {array[index]} at index {index}; finite "
-        "float32 "
-        "expected; clean it "
-        "with np.nan_to_num, or leave the sample out"
+        "float32 expected; clean it with np.nan_to_num, or leave the sample out"
     )
 
 
 def _check_images(images: np.ndarray, name: str) -> None:
+    """Raises DataError unless images are C-contiguous uint8 or float32 of a known shape."""
     if images.ndim not in (2, 4):
         raise DataError(
             f"{name}: images have the shape {images.shape}; (N, C, H, W), (N, H, W) or (N, F) "
@@ -554,8 +642,7 @@ def _check_images(images: np.ndarray, name: str) -> None:
     if images.dtype not in (np.uint8, np.float32) or not images.flags.c_contiguous:
         raise DataError(
             f"{name}: images are {images.dtype}, strides {images.strides}; C-contiguous uint8 or "
-            "float32 expected; "
-            "use odyssey.data.arrays, which converts"
+            "float32 expected; use odyssey.data.arrays, which converts"
         )
 
 
@@ -569,11 +656,14 @@ def _check_labels(
     name: str,
     advice: str = "correct the labels or the number of classes",
 ) -> None:
+    """Raises DataError unless there are `count` labels, each in 0..classes-1.
+
+    name: the name of the data set or file in messages. advice: how to correct a wrong label.
+    """
     if labels.shape != (count,):
         raise DataError(
-            f"{name}: {count} samples but labels of the shape {labels.shape}; ({count},) "
-            "expected of classes; leave "
-            "out classes= for other targets"
+            f"{name}: {count} samples but labels of the shape {labels.shape}; ({count},) expected "
+            "of classes; leave out classes= for other targets"
         )
     if (wrong := outside(labels, classes)) is not None:
         raise DataError(
@@ -582,7 +672,14 @@ def _check_labels(
         )
 
 
-def _per_channel(value: float | np.ndarray, channels: int, field: str, name: str) -> np.ndarray:
+def _expand_per_channel(
+    value: float | np.ndarray, channels: int, field: str, name: str
+) -> np.ndarray:
+    """Returns one float32 per channel, read-only, from one number or one per channel.
+
+    field: "scale" or "shift", for messages. Raises ConfigError for anything else.
+    """
+    # A value that isn't a number stays NaN, so it is reported like NaN.
     numbers = np.full((), np.nan, np.float32)
     with np.errstate(over="ignore"), contextlib.suppress(TypeError, ValueError):
         numbers = np.asarray(value, np.float64).astype(np.float32)
@@ -592,10 +689,11 @@ def _per_channel(value: float | np.ndarray, channels: int, field: str, name: str
         raise ConfigError(
             f"{name}: {field} is {value!r}; give a finite number, or one per channel ({channels})"
         )
-    return _read_only(numbers)
+    return _make_read_only(numbers)
 
 
-def _read_only(array: np.ndarray) -> np.ndarray:
+def _make_read_only(array: np.ndarray) -> np.ndarray:
+    """Returns a read-only view. The array itself stays writeable."""
     view = array.view()
     view.flags.writeable = False
     return view

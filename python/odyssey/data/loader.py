@@ -1,9 +1,8 @@
-"""Cuts the order of an epoch into global batches and, for samples that are read or transformed,
-runs ahead.
+"""Cuts the order of an epoch into global batches, and prepares batches ahead of their use.
 
-A batch of a data set in memory is only its indices: whoever consumes it gathers the samples, all of
-them or one worker's part. Of other data sets a process reads the run of samples of each batch that
-it is told (`steps`).
+A batch of a data set in memory is only its indices: the consumer gathers the samples, all of them
+or one worker's part. Samples of other data sets are read and transformed here, ahead of the
+consumer. A process reads only its run of the samples of each batch (see `part` of `steps`).
 """
 
 from __future__ import annotations
@@ -23,51 +22,75 @@ from odyssey.data.reader import Batch, Reader
 from odyssey.data.sampler import DistributedSampler, permutation
 from odyssey.errors import ConfigError, check_integer
 
-# number of a batch in its epoch, and the indices of its samples
+# Yields for each batch its number in the epoch, and the indices of its samples.
 Pieces = Iterator[tuple[int, np.ndarray]]
-# of a batch of so many samples: first that is read, one past the last
+# Maps the number of samples in a batch to the run that this process reads: (first, one past last).
 Part = Callable[[int], tuple[int, int]]
 
 
 class DataLoader:
-    """Gives the batches of an epoch each time it is iterated.
+    """Yields the batches of an epoch each time it is iterated.
 
-    dataset: a data set of `arrays`, `load` or another function of odyssey.data, or any object with
-        `__len__` and `__getitem__(i)` that gives (sample, target), such as PyTorch's data sets:
-        each an array or number, a picture of Pillow, or a tuple or dict of them, of the same shape
-        and dtype for all samples. With an image, (C, H, W), (H, W) or (F,), and an integer it is a
-        classification; its attribute `classes`, if it has one, bounds the integers. Its
-        `set_epoch`, if it has one, is told the epoch before each iteration. `ds[i]` must be the
-        same on all ranks, and the same whenever it is asked for within an epoch.
-    batch_size: the GLOBAL batch size: the samples of one optimizer step over all workers, however
-    many there are. shuffle: a new order each epoch, from `permutation(len(dataset), seed, epoch)`.
-    seed: 0 to 2**64 - 1. sampler: an iterable of indices, with a length, that replaces `shuffle`;
-    it is cut into pieces of batch_size. If it
-        has `set_epoch`, it is told the epoch before each iteration.
-    drop_last: leave out a last batch with fewer than batch_size samples. prefetch: how many batches
-    a thread prepares ahead of the consumer; 0 uses no thread. transform: a function of (sample,
-    rng) that gives the sample to train with, one of `odyssey.data.transforms`, or a
-        list of them, applied in order. `rng` is a numpy.random.Generator that depends on (seed,
-        epoch, number of the sample) alone, so the same augmented sample comes on any number of
-        ranks and workers, and after a resume. It is given what a batch would hold without it:
-        images as float32, normalised if the data set says how.
-    num_workers: processes that read and transform samples ahead, `prefetch` batches and one for
-        each; 0: a thread of this one does. They import the program anew, so it must train under `if
-        __name__ == "__main__":` only, and its data set and transforms must be defined at the top of
-        a module. What they give does not depend on their number.
-    pin_memory: either; a training reads batches where they lie, and a GPU's copies go through
-    pinned memory anyway.
+    Epochs count up from 0 with each iteration. `set_epoch` on the loader, or on its
+    DistributedSampler, sets the next one, and counting continues from there.
 
-    Epochs count up from 0 with each iteration; `set_epoch` on the loader, or on a
-    DistributedSampler that it has, fixes the next one, and counting goes on from there.
+    Args:
+        dataset: a data set of `arrays`, `load` or another function of odyssey.data, or any object
+            with `__len__` and `__getitem__(i)` that returns (sample, target), such as PyTorch's
+            data sets. Each is an array or number, a Pillow image, or a tuple or dict of them, of
+            the same shape and dtype for all samples. An image, (C, H, W), (H, W) or (F,), with an
+            integer is a classification. The attribute `classes`, if there is one, bounds the
+            integers. The method `set_epoch`, if there is one, receives the epoch before each
+            iteration. `dataset[i]` must be the same on all ranks, and each time within an epoch.
+        batch_size: the GLOBAL batch size: the samples of one optimizer step over all workers,
+            however many there are.
+        shuffle: a new order each epoch, from `permutation(len(dataset), seed, epoch)`.
+        seed: 0 to 2**64 - 1.
+        sampler: an iterable of indices, with a length, that replaces `shuffle`. It is cut into
+            pieces of batch_size. Its `set_epoch`, if it has one, receives the epoch before each
+            iteration.
+        drop_last: skip a last batch with fewer than batch_size samples.
+        prefetch: how many batches a thread prepares ahead of the consumer. 0 uses no thread.
+        transform: a function of (sample, rng) that returns the sample to train with, one of
+            `odyssey.data.transforms`, or a list of them, applied in order. `rng` is a
+            numpy.random.Generator that depends only on (seed, epoch, number of the sample), so the
+            augmented sample is the same on any number of ranks and workers, and after a resume. The
+            function receives the sample as a batch would hold it: images as float32, normalised if
+            the data set has a scale and shift.
+        num_workers: how many processes read and transform samples ahead, `prefetch` batches and one
+            for each. With 0, a thread of this process does it. The processes import the program, so
+            it must train only under `if __name__ == "__main__":`, and its data set and transforms
+            must be defined at the top of a module. Samples don't depend on this number.
+        pin_memory: has no effect. Training reads batches where they are, and copies to a GPU use
+            pinned memory anyway.
 
-    Attributes, to be read: dataset, batch_size, drop_last; in_memory: whether batches are places in
-    a data set in memory, so that nothing is read or transformed; next_epoch: the epoch of the next
-    iteration. Raises ConfigError for a setting out of range, an unsuitable or empty data set, or
-    when no batch would be left. While iterating: DataError for unsuitable samples, ConfigError for
-    a sampler's index that is not in the data set; what the data set itself raises comes through
-    unchanged.
+    Attributes:
+        dataset, batch_size, drop_last: as given.
+        in_memory: batches are indices of a data set in memory, so nothing is read or transformed.
+        next_epoch: the epoch of the next iteration.
+
+    Raises:
+        ConfigError: a setting is out of range, the data set is unsuitable or empty, no batch would
+            be left, or (while iterating) the sampler returns an index that isn't in the data set.
+        DataError: samples are unsuitable (while iterating). Errors of the data set itself are
+            raised unchanged.
     """
+
+    # A checkpoint holds the position; data set, sampler and transforms are captured separately.
+    _not_state = (
+        "_first_batch",
+        "_orders_ahead",
+        "_prefetch",
+        "_reader",
+        "_worker_count",
+        "_workers",
+        "batch_size",
+        "drop_last",
+        "in_memory",
+        "next_epoch",
+        "seed",
+        "shuffle",
+    )
 
     def __init__(
         self,
@@ -92,7 +115,9 @@ class DataLoader:
         self._reader = Reader(dataset, _class_count(dataset), transform, self.seed)
         self.in_memory = isinstance(dataset, ArrayDataset) and not self._reader.transforms
         self._worker_count = check_integer("[data] num_workers", num_workers, 0)
-        self._workers: workers.Workers | None = None  # that are at rest
+        # The worker processes of the last iteration, which the next one uses again. None while an
+        # iteration uses them.
+        self._workers: workers.Workers | None = None
         if sampler is not None and shuffle:
             raise ConfigError(
                 "DataLoader: shuffle is True and a sampler is given; one is allowed; leave the "
@@ -102,13 +127,13 @@ class DataLoader:
         self.sampler = sampler
         self.drop_last = bool(drop_last)
         self.next_epoch = int(getattr(sampler, "epoch", 0))
-        self._first = 0  # batch of the next iteration
-        self._ahead: dict[int, Callable[[], np.ndarray]] = {}  # the order of an epoch
+        self._first_batch = 0  # where the next iteration starts
+        # Functions that return the order of an epoch, which a thread computes ahead.
+        self._orders_ahead: dict[tuple[int, int], Callable[[], np.ndarray]] = {}
         if sampler is None and len(self) == 0:
             raise ConfigError(
                 f"[data] batch_size is {self.batch_size} with drop_last, but the data set has "
-                f"{len(dataset)} samples; "
-                "no batch would be left; make batch_size smaller"
+                f"{len(dataset)} samples; no batch would be left; make batch_size smaller"
             )
 
     def __repr__(self) -> str:
@@ -126,112 +151,146 @@ class DataLoader:
     def with_sampler(
         cls, dataset: Any, batch_size: int, sampler: Iterable[int], **options: Any
     ) -> DataLoader:
-        """`DataLoader(dataset, batch_size, sampler=sampler)`."""
+        """Returns `DataLoader(dataset, batch_size, sampler=sampler)`."""
         return cls(dataset, batch_size, sampler=sampler, **options)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` (0 to 2**64 - 1) the epoch of the next iteration; ConfigError if it is
-        out of range.
+        """Sets the epoch (0 to 2**64 - 1) of the next iteration.
+
+        Raises ConfigError if it is out of range.
         """
         self.next_epoch = check_integer("epoch", epoch, 0, (1 << 64) - 1)
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(self.next_epoch)
+        # the length of a data set may go by the epoch
+        self._reader.begin_epoch(self.next_epoch)
 
     def read_again(self, epoch: int, batch: int, join: int = 1) -> Batch:
-        """Batch number `batch` (from 0) of `epoch`, with the `join` - 1 that follow, made now;
-        nothing else changes. Raises ConfigError: there is no such batch.
+        """Returns batch number `batch` (from 0) of `epoch`, joined with the `join` - 1 after it.
+
+        The next iteration starts where it would have started without this call. Raises ConfigError
+        if there is no such batch.
         """
         previous_epoch = self.next_epoch
-        first = self._first
+        previous_first_batch = self._first_batch
         try:
             self.start_at(epoch, batch)
             self._begin_epoch()
-            pieces = itertools.islice(self._cut(self._order(epoch), batch), join)
-            joined_batch = next(
-                self._batches(_joined(enumerate(pieces, batch), join), epoch, None, lambda: False),
-                None,
-            )
+            batches = itertools.islice(self._cut_batches(self._order_samples(epoch), batch), join)
+            joined = _join_batches(enumerate(batches, batch), join)
+            joined_batch = next(self._read_batches(joined, epoch, None, _never), None)
             if joined_batch is None:
                 raise ConfigError(
                     f"[data] there is no batch {batch} in epoch {epoch}; {len(self)} are there"
                 )
             return joined_batch
         finally:
-            self.start_at(previous_epoch, first)
+            self.start_at(previous_epoch, previous_first_batch)
 
     def start_at(self, epoch: int, batch: int) -> None:
-        """Make the next iteration begin at batch number `batch` (from 0) of `epoch`; ConfigError
-        if out of range.
+        """Makes the next iteration start at batch number `batch` (from 0) of `epoch`.
+
+        Raises ConfigError if one of them is out of range.
         """
         self.set_epoch(epoch)
-        self._first = check_integer("batch", batch, 0, len(self))
+        self._first_batch = check_integer("batch", batch, 0, len(self))
 
     def __len__(self) -> int:
-        """Number of batches in an epoch."""
+        """Returns the number of batches in an epoch."""
         samples = len(self.dataset if self.sampler is None else self.sampler)  # type: ignore[arg-type]
         return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
         return self.steps()
 
+    @property
+    def transforms(self) -> list[Any]:
+        """The transforms of samples, in the order in which they are applied."""
+        return list(self._reader.transforms)
+
+    @property
+    def reads_ahead(self) -> bool:
+        """True if samples are read and transformed before the consumer asks for them."""
+        return not self.in_memory and bool(self._prefetch or self._worker_count)
+
     def steps(self, *, pieces: int = 1, join: int = 1, part: Part | None = None) -> Iterator[Batch]:
-        """The batches of the next epoch as a trainer takes them: each cut into so many `pieces`,
-        and so many of these made one (`join`). part: of a batch of n samples part(n) is the
-        run that this process reads, (first, one past the last); the others are read when
-        somebody asks for the whole batch. All are read without it, or in memory.
+        """Yields the batches of the next epoch as a trainer needs them.
+
+        Args:
+            pieces: cut each batch into so many pieces, each a batch.
+            join: join so many of these batches into one.
+            part: returns for a batch of n samples the run that this process reads, as (first, one
+                past the last). The other samples are read when somebody asks for the whole batch.
+                None reads all samples. It has no effect on a data set in memory.
         """
         workers.refuse_import()
         epoch = self._begin_epoch()
-        order = self._order(epoch)
-        first = self._first
-        self._first = 0
-        cut = _joined(_pieces(enumerate(self._cut(order, first), first), pieces), join)
-        if self.in_memory or (self._prefetch == 0 and not self._worker_count):
-            return self._batches(cut, epoch, part, lambda: False)
-        make = self._by_workers if self._worker_count else self._batches
-        # The thread refers to nothing of the iteration, so an abandoned one is closed by the
-        # garbage collector.
-        return _prefetched(lambda stopped: make(cut, epoch, part, stopped), max(self._prefetch, 1))
+        order = self._order_samples(epoch)
+        first_batch = self._first_batch
+        self._first_batch = 0
+        batches = enumerate(self._cut_batches(order, first_batch), first_batch)
+        cut = _join_batches(_cut_pieces(batches, pieces), join)
+        if not self.reads_ahead:
+            return self._read_batches(cut, epoch, part, _never)
+        read = self._read_by_workers if self._worker_count else self._read_batches
+        # The thread has no reference to the iterator that is returned here. So the garbage
+        # collector closes an iterator that nobody uses any more, and the thread ends.
+        return _prefetch_batches(
+            lambda stopped: read(cut, epoch, part, stopped), max(self._prefetch, 1)
+        )
 
-    def _batches(
+    def _read_batches(
         self, cut: Pieces, epoch: int, part: Part | None, stopped: Callable[[], bool]
     ) -> Iterator[Batch]:
-        """Batches; ends early, between two samples, once `stopped()`."""
+        """Yields batches, each read when it is asked for.
+
+        It ends early, between two samples, when `stopped()` returns True.
+        """
         for index, numbers in cut:
             if self.in_memory:
                 yield Batch(self.dataset, numbers, epoch, index)
                 continue
-            lo, hi = run = (0, len(numbers)) if part is None else part(len(numbers))
-            both = self._reader.read(numbers[lo:hi], epoch, stopped)
+            run = (0, len(numbers)) if part is None else part(len(numbers))
+            first, end = run
+            both = self._reader.read(numbers[first:end], epoch, stopped)
             if both is None:
                 return
             yield self._reader.batch(both, numbers, epoch, index, run)
 
-    def _by_workers(
+    def _read_by_workers(
         self, cut: Pieces, epoch: int, part: Part | None, stopped: Callable[[], bool]
     ) -> Iterator[Batch]:
-        """The same, prepared by processes, each of which has at most two batches before it."""
+        """Yields batches that worker processes read.
+
+        Each process has at most two requests that wait. Answers are fetched in the order of the
+        requests, so the order of batches doesn't depend on the speed of a process.
+        """
+        # While this iteration uses the processes, another one must start its own.
         team = self._workers or workers.Workers(self._reader, self._worker_count)
         self._workers = None
         pending: collections.deque[Any] = collections.deque()
         try:
             for count in itertools.count():
-                while len(pending) < 2 * len(team) and (following := next(cut, None)) is not None:
-                    index, numbers = following
-                    lo, hi = run = (0, len(numbers)) if part is None else part(len(numbers))
-                    team.ask(count + len(pending), epoch, numbers[lo:hi])
+                while len(pending) < 2 * len(team) and (piece := next(cut, None)) is not None:
+                    index, numbers = piece
+                    run = (0, len(numbers)) if part is None else part(len(numbers))
+                    first, end = run
+                    team.ask(count + len(pending), epoch, numbers[first:end])
                     pending.append((numbers, epoch, index, run))
                 if not pending or stopped():
                     return
                 yield self._reader.batch(team.get(count), *pending.popleft())
         finally:
+            # If an answer is outstanding, the next iteration would take it for its own batch.
             if team.idle:
                 self._workers = team
             else:
                 team.close()
 
     def _begin_epoch(self) -> int:
+        """Starts the next epoch: informs the sampler and the data set, and returns its number."""
         sampler = self.sampler
+        # An epoch that the caller set on the sampler goes before the count of the loader.
         if getattr(sampler, "epoch_was_set", False):
             self.next_epoch = int(sampler.epoch)  # type: ignore[union-attr]
         epoch = self.next_epoch
@@ -243,33 +302,53 @@ class DataLoader:
         self.next_epoch = epoch + 1
         return epoch
 
-    def _order(self, epoch: int) -> np.ndarray:
-        """The indices of the epoch, int64, read-only: batches are views of it."""
+    def _order_samples(self, epoch: int) -> np.ndarray:
+        """Returns the indices of the epoch, int64. They are read-only, as batches are views."""
         count = len(self.dataset)
         if self.sampler is not None:
-            order = _sampled(self.sampler, count)
+            order = _list_indices(self.sampler, count)
         elif self.shuffle:
-            ahead = self._ahead
-            self._ahead = {}
-            order = ahead[epoch]() if epoch in ahead else permutation(count, self.seed, epoch)
-            if self._prefetch:  # while this epoch is in use
-                self._ahead = {epoch + 1: _permuted(count, self.seed, epoch + 1)}
+            orders_ahead = self._orders_ahead
+            self._orders_ahead = {}
+            # An order that was computed ahead is of no use if the data set has grown since.
+            wait_for_order = orders_ahead.get((epoch, count))
+            if wait_for_order is not None:
+                order = wait_for_order()
+            else:
+                order = permutation(count, self.seed, epoch)
+            if self._prefetch:
+                # A thread computes the next order while this epoch is in use.
+                following = epoch + 1
+                self._orders_ahead = {
+                    (following, count): _start_permutation(count, self.seed, following)
+                }
         else:
             order = np.arange(count, dtype=np.int64)
         order.flags.writeable = False
         return order
 
-    def _cut(self, order: np.ndarray, first: int) -> Iterator[np.ndarray]:
-        """Pieces of batch_size from number `first` on, made when asked for."""
+    def _cut_batches(self, order: np.ndarray, first_batch: int) -> Iterator[np.ndarray]:
+        """Yields the indices of each batch, from batch number `first_batch` on."""
         size = self.batch_size
         stop = len(order) // size * size if self.drop_last else len(order)
-        return (order[start : start + size] for start in range(first * size, stop, size))
+        return (order[start : start + size] for start in range(first_batch * size, stop, size))
 
 
-def _permuted(count: int, seed: int, epoch: int) -> Callable[[], np.ndarray]:
-    """Begins to compute an epoch's permutation on a thread; what it returns gives it."""
+def _never() -> bool:
+    """Returns False. Reading that nobody stops asks it."""
+    return False
+
+
+def _start_permutation(count: int, seed: int, epoch: int) -> Callable[[], np.ndarray]:
+    """Starts a thread that computes the permutation of an epoch.
+
+    Returns a function that waits for the thread and returns the permutation.
+    """
     results: list[np.ndarray] = []
-    compute = lambda: results.append(permutation(count, seed, epoch))  # noqa: E731
+
+    def compute() -> None:
+        results.append(permutation(count, seed, epoch))
+
     thread = threading.Thread(target=compute, name="odyssey-order", daemon=True)
     thread.start()
 
@@ -280,28 +359,38 @@ def _permuted(count: int, seed: int, epoch: int) -> Callable[[], np.ndarray]:
     return wait
 
 
-def _pieces(cut: Pieces, k: int) -> Pieces:
-    """Each batch in k pieces, each a batch."""
-    for index, numbers in cut:
+def _cut_pieces(batches: Pieces, k: int) -> Pieces:
+    """Cuts each batch into k pieces of almost equal size. Each piece becomes a batch."""
+    for index, numbers in batches:
         n = len(numbers)
-        yield from ((index * k + i, numbers[n * i // k : n * (i + 1) // k]) for i in range(k))
+        for i in range(k):
+            yield index * k + i, numbers[n * i // k : n * (i + 1) // k]
 
 
-def _joined(cut: Pieces, k: int) -> Pieces:
-    """Every k batches as one; the last may be of fewer."""
-    while group := list(itertools.islice(cut, k)):
-        yield (
-            group[0][0] // k,
-            group[0][1] if k == 1 else np.concatenate([numbers for _, numbers in group]),
-        )
+def _join_batches(batches: Pieces, k: int) -> Pieces:
+    """Joins every k batches into one. The last group may have fewer."""
+    while group := list(itertools.islice(batches, k)):
+        first_index, first_numbers = group[0]
+        if k == 1:
+            yield first_index, first_numbers
+        else:
+            yield first_index // k, np.concatenate([numbers for _, numbers in group])
 
 
-def _prefetched(
+def _prefetch_batches(
     make_batches: Callable[[Callable[[], bool]], Iterator[Batch]], prefetch: int
 ) -> Iterator[Batch]:
-    """The batches of `make_batches`, which is told how to know that nobody wants more, at most
-    `prefetch` ahead.
+    """Yields the batches of an iterator that a thread runs at most `prefetch` batches ahead.
+
+    Args:
+        make_batches: returns the iterator. It receives a function that returns True when no more
+            batches are needed, so that the iterator can end early.
+        prefetch: how many batches may wait.
+
+    Errors of the iterator are raised here.
     """
+    # The thread acquires a slot for each batch before it reads it. The consumer releases the slot
+    # when it takes the batch. The queue holds (batch, error). (None, None) is the end.
     ready: queue.SimpleQueue[tuple[Batch | None, BaseException | None]] = queue.SimpleQueue()
     slots = threading.Semaphore(prefetch)
     stop = threading.Event()
@@ -315,7 +404,7 @@ def _prefetched(
                 ready.put((batch, None))
                 if batch is None:
                     return
-        # whatever it is, the consumer would wait for ever if it were not told
+        # Any error, even SystemExit: the consumer would wait forever without it.
         except BaseException as problem:
             ready.put((None, problem))
 
@@ -331,16 +420,22 @@ def _prefetched(
             slots.release()
             yield batch
     finally:
-        # it would hold itself, by this frame: a sys.exit of the data set counts when it is gone
+        # The error's traceback has this frame, so the error would keep itself alive. A sys.exit of
+        # the data set counts only when its error is freed.
         del error
         stop.set()
-        slots.release()
+        slots.release()  # wakes a thread that waits for a slot, so that it can end
 
 
-def _sampled(sampler: Iterable[int], count: int) -> np.ndarray:
-    order = np.array(
-        sampler.indices() if isinstance(sampler, DistributedSampler) else list(sampler), np.int64
-    )
+def _list_indices(sampler: Iterable[int], count: int) -> np.ndarray:
+    """Returns the indices of a sampler for one epoch, int64.
+
+    Raises ConfigError for an index that is not in a data set of `count` samples.
+    """
+    if isinstance(sampler, DistributedSampler):
+        order = np.array(sampler.indices(), np.int64)
+    else:
+        order = np.array(list(sampler), np.int64)
     if (wrong := outside(order, count)) is not None:
         raise ConfigError(
             f"DataLoader: the sampler gave the index {order[wrong]}; 0 to {count - 1} are allowed; "
@@ -350,15 +445,15 @@ def _sampled(sampler: Iterable[int], count: int) -> np.ndarray:
 
 
 def _check_dataset(dataset: Any) -> None:
+    """Raises ConfigError unless the data set has a length above 0 and a way to read samples."""
     if not (
         hasattr(dataset, "__len__")
         and (hasattr(dataset, "gather") or hasattr(dataset, "__getitem__"))
     ):
         raise ConfigError(
             f"DataLoader: the data set is a {type(dataset).__name__}; an ArrayDataset, or an "
-            "object with __len__ and "
-            "__getitem__, is allowed; make one with odyssey.data.arrays, or give what yields "
-            "batches (x, y) to fit()"
+            "object with __len__ and __getitem__, is allowed; make one with odyssey.data.arrays, "
+            "or give what yields batches (x, y) to fit()"
         )
     if len(dataset) < 1:
         raise ConfigError(
@@ -368,14 +463,15 @@ def _check_dataset(dataset: Any) -> None:
 
 
 def _class_count(dataset: Any) -> int | None:
-    """The data set's attribute `classes`, a number or a list of names; None if it has none, or
-    targets are none.
+    """Returns the number of classes by the attribute `classes`, a number or a list of names.
+
+    None if the data set has no such attribute, or is an ArrayDataset without classes. Raises
+    ConfigError for another value.
     """
     classes = getattr(dataset, "classes", None)
     if classes is None or (isinstance(dataset, ArrayDataset) and classes == 0):
         return None
     name = f"DataLoader: the attribute classes of {type(dataset).__name__}"
     least = 0 if isinstance(dataset, ArrayDataset) else 1
-    return check_integer(
-        name, len(classes) if isinstance(classes, (list, tuple)) else classes, least
-    )
+    count = len(classes) if isinstance(classes, (list, tuple)) else classes
+    return check_integer(name, count, least)

@@ -1,8 +1,7 @@
-"""Batches, and how samples that a data set makes one by one become one: read, transformed,
-stacked, checked.
+"""Batches, and the reader that builds them: it reads, transforms, stacks and checks samples.
 
-What a sample becomes is a function of (data set, transform, seed, epoch, number of the sample): who
-reads it, in which batch and how often makes no difference.
+A transformed sample is a function of (data set, transform, seed, epoch, number of the sample). It
+doesn't depend on the process that reads it, on the batch, or on how often it is read.
 """
 
 from __future__ import annotations
@@ -25,14 +24,19 @@ Tree = Any  # an array, or a tuple or dict of trees
 
 @dataclass(eq=False, slots=True, repr=False)
 class Batch:
-    """The samples of one global batch; gathers them when iterated, so `images, labels = batch`
-    works.
+    """The samples of one global batch.
 
-    dataset: holds the samples. indices: int64 (B,), their places in it. epoch: number of the epoch.
-    index: number of the batch within the epoch, from 0. numbers: int64 (B,), which samples of the
-    loader's data set these are, where `dataset` holds only copies of them. run: (first, one past
-    the last) of the B samples that `dataset` holds, where this process reads no others; the
-        indices of the others are 0.
+    Iterating gathers them, so `images, labels = batch` works.
+
+    Attributes:
+        dataset: the data set in memory that holds the samples.
+        indices: int64 (B,), the indices of the samples in `dataset`.
+        epoch: the number of the epoch.
+        index: the number of the batch within the epoch, from 0.
+        numbers: int64 (B,), the numbers of the samples in the loader's data set, if `dataset` holds
+            only copies of them.
+        run: (first, one past the last) of the B samples, if this process has read only these. The
+            indices of the others are 0.
     """
 
     dataset: ArrayDataset
@@ -47,12 +51,13 @@ class Batch:
         return f"Batch({len(self)} samples, epoch={self.epoch}, index={self.index})"
 
     def __len__(self) -> int:
-        """B, the number of samples (not of the two things that iterating gives)."""
+        """Returns the number B of samples, although iterating yields two objects."""
         return len(self.indices)
 
     def __iter__(self) -> Iterator[Any]:
-        """Gives two trees of arrays (B, ...): samples, of images float32 and normalised, and
-        targets.
+        """Yields two trees of arrays (B, ...): the samples, then the targets.
+
+        Images are float32 and normalised.
         """
         batch = self.whole()
         return iter(batch.dataset.gather(batch.indices))
@@ -64,27 +69,34 @@ class Batch:
 
     @property
     def targets(self) -> Tree:
-        """Returns what the model should make of them, a tree of arrays (B, ...)."""
-        return list(self)[1]
+        """The targets, a tree of arrays (B, ...)."""
+        _, targets = self
+        return targets
 
     def covering(self, lo: int, hi: int) -> Batch:
-        """A batch that has samples [lo, hi): this one, or the whole."""
-        return (
-            self if self.run is None or (self.run[0] <= lo and hi <= self.run[1]) else self.whole()
-        )
+        """Returns a batch that has samples [lo, hi): this one if it has them, or the whole."""
+        if self.run is None:
+            return self
+        first, end = self.run
+        return self if first <= lo and hi <= end else self.whole()
 
     def whole(self) -> Batch:
-        """The same batch with all of its samples: those that another process was to read are
-        read now.
+        """Returns the same batch with all of its samples.
+
+        It reads the samples now that were left to other processes.
         """
         return self if self._complete is None else self._complete(self)
 
 
 class Reader:
-    """Makes batches of samples of a data set, on any thread or process. dataset: has
-    `gather(indices)`, which gives trees of arrays (B, ...), or `__getitem__(i)`, which gives
-    (sample, target). classes: number of classes, None if it has none. transform: see
-    DataLoader. seed: of its random numbers.
+    """Builds batches from samples of a data set, on any thread or process.
+
+    Args:
+        dataset: an object with `gather(indices)`, which returns trees of arrays (B, ...), or with
+            `__getitem__(i)`, which returns (sample, target).
+        classes: the number of classes, or None if there are none.
+        transform: see `DataLoader`.
+        seed: the seed of the random numbers of the transforms.
     """
 
     def __init__(self, dataset: Any, classes: int | None, transform: Any, seed: int) -> None:
@@ -93,16 +105,18 @@ class Reader:
         self.seed = seed
         self.transforms = transforms.as_list(transform)
         self.name = type(dataset).__name__
-        self._lock = threading.Lock()  # of the data set
+        # Data sets need not be safe on several threads.
+        self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
+        """Returns the state for pickle, without the lock, which cannot be sent to a process."""
         return {key: value for key, value in vars(self).items() if key != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _lock=threading.Lock())
 
     def begin_epoch(self, epoch: int) -> None:
-        """Tells the data set the epoch, if it wants to know."""
+        """Calls `set_epoch` of the data set, if it has this method."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
@@ -113,49 +127,71 @@ class Reader:
         stopped: Callable[[], bool] = lambda: False,
         count: int | None = None,
     ) -> tuple[Tree, Tree] | None:
-        """Samples and targets, trees of arrays (B, ...), after the first `count` transforms or
-        all; None once `stopped()`, which is asked between two samples.
+        """Reads and transforms samples.
+
+        The transforms are applied recursively: the last one gets the result of `read` with one
+        transform less. Mixup reads its second samples in the same way.
+
+        Args:
+            numbers: int64 (B,), the numbers of the samples.
+            epoch: the number of the epoch, for the random numbers.
+            stopped: returns True if nobody needs the samples any more. It is called before each
+                sample.
+            count: how many of the transforms are applied. None means all.
+
+        Returns:
+            Samples and targets, trees of arrays (B, ...), or None if `stopped()` returned True.
         """
         count = len(self.transforms) if count is None else count
         if not count:
-            if hasattr(self.dataset, "gather"):
-                with self._lock:
-                    return self.dataset.gather(numbers)
-            error_note = f"when sample {{}} of {self.name} was read, epoch {epoch}"
-            both = self._stack_samples(self._sample, numbers, self.name, error_note, stopped)
-            return self._as_seen(both) if self.transforms and both is not None else both
-        draw = transforms.Draw(self.seed, epoch, numbers, count - 1)
-        transform = self.transforms[count - 1]
-        both = self.read(numbers, epoch, stopped, count - 1)
+            return self._read_untransformed(numbers, epoch, stopped)
+        place = count - 1  # of the last transform that is applied
+        transform = self.transforms[place]
+        draw = transforms.Draw(self.seed, epoch, numbers, place)
+        both = self.read(numbers, epoch, stopped, place)
         if both is None:
             return None
         if isinstance(transform, transforms.Mixup):
-            partner_samples = self.read(
-                transform.partners(draw, len(self.dataset)), epoch, stopped, count - 1
-            )
-            return (
-                None
-                if partner_samples is None
-                else transform.mixed(both, partner_samples, self.classes, draw)
-            )
+            partner_numbers = transform.partners(draw, len(self.dataset))
+            partner_samples = self.read(partner_numbers, epoch, stopped, place)
+            if partner_samples is None:
+                return None
+            return transform.mixed(both, partner_samples, self.classes, draw)
+        inputs, targets = both
         if isinstance(transform, transforms.Vectorized):
-            return transform.batch(both[0], draw), both[1]
+            return transform.batch(inputs, draw), targets
 
         def transform_sample(position: int, number: int) -> Any:
-            x, y = (mapped(lambda a: a[position], t) for t in both)
+            sample = mapped(lambda a: a[position], inputs)
+            target = mapped(lambda a: a[position], targets)
             rng = draw.generator(position)
-            return (
-                transform((x, y), rng)
-                if isinstance(transform, transforms.Paired)
-                else (transform(x, rng), y)
-            )
+            if isinstance(transform, transforms.Paired):
+                return transform((sample, target), rng)
+            return transform(sample, rng), target
 
         error_note = f"in the transform of sample {{}} of {self.name}, epoch {epoch}"
         return self._stack_samples(
             transform_sample, numbers, f"{self.name} after its transform", error_note, stopped
         )
 
-    def _sample(self, position: int, number: int) -> Any:
+    def _read_untransformed(
+        self, numbers: np.ndarray, epoch: int, stopped: Callable[[], bool]
+    ) -> tuple[Tree, Tree] | None:
+        """Reads samples from the data set, by `gather` if it has it, else one by one.
+
+        Returns samples and targets, or None if `stopped()` returned True.
+        """
+        if hasattr(self.dataset, "gather"):
+            with self._lock:
+                return self.dataset.gather(numbers)
+        error_note = f"when sample {{}} of {self.name} was read, epoch {epoch}"
+        both = self._stack_samples(self._read_sample, numbers, self.name, error_note, stopped)
+        if both is None or not self.transforms:
+            return both
+        return self._normalise_bytes(both)
+
+    def _read_sample(self, position: int, number: int) -> Any:
+        """Reads sample `number`. Its position in the batch makes no difference."""
         with self._lock:
             return self.dataset[number]
 
@@ -167,8 +203,17 @@ class Reader:
         error_note: str,
         stopped: Callable[[], bool],
     ) -> tuple[Tree, Tree] | None:
-        """What make(position, number) gives for each of the samples, stacked; `error_note` is
-        added to its errors.
+        """Stacks the results of make(position, number) for the samples `numbers`.
+
+        Args:
+            make: returns (sample, target) for the position in the batch and the sample's number.
+            numbers: int64 (B,).
+            name: the name of the data set in messages.
+            error_note: added to errors of `make`, with "{}" replaced by the sample's number.
+            stopped: see `read`.
+
+        Returns:
+            Samples and targets, trees of arrays (B, ...), or None if `stopped()` returned True.
         """
         stack = Stack(name)
         for position, number in enumerate(numbers.tolist()):
@@ -183,18 +228,22 @@ class Reader:
             stack.add(number, sample, len(numbers))
         return stack.both
 
-    def _as_seen(self, both: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
-        """Samples as a model gets them: images of bytes as float32, normalised if the data set
-        says how.
+    def _normalise_bytes(self, both: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+        """Converts uint8 images to float32, so that transforms get them as a model does.
+
+        They are normalised if the data set has a `scale` and `shift`.
         """
         inputs, labels = both
         if isinstance(inputs, np.ndarray) and inputs.dtype == np.uint8:
-            every = np.arange(len(inputs))
-            inputs = arrays(inputs, every, **self._scaling, name=self.name).gather(every)[0]
+            indices = np.arange(len(inputs))
+            # A data set in memory does the arithmetic. It needs some labels, which aren't used.
+            dataset = arrays(inputs, labels=indices, **self._scaling, name=self.name)
+            inputs, _ = dataset.gather(indices)
         return inputs, labels
 
     @property
     def _scaling(self) -> dict[str, Any]:
+        """The attributes `scale` and `shift` of the data set, as far as it has them."""
         return {
             key: getattr(self.dataset, key)
             for key in ("scale", "shift")
@@ -204,9 +253,18 @@ class Reader:
     def dataset_of(
         self, both: tuple[Tree, Tree], numbers: np.ndarray, subject: str
     ) -> ArrayDataset:
-        """A checked data set of samples that were read; `subject` says which batch they are."""
+        """Builds a checked data set in memory from samples that were read.
+
+        Args:
+            both: samples and targets, trees of arrays (B, ...).
+            numbers: int64 (B,), the numbers of the samples, for messages.
+            subject: the batch, for messages, such as "batch 3 of epoch 0".
+
+        Raises:
+            DataError: a label is out of range, or an array is not supported or not finite.
+        """
         name = f"{self.name}, {subject}"
-        (inputs, labels) = both
+        inputs, labels = both
         scaling = {}
         classified = (
             isinstance(labels, np.ndarray) and labels.ndim == 1 and labels.dtype.kind in "iu"
@@ -216,8 +274,7 @@ class Reader:
             if (wrong := outside(labels, max_label + 1)) is not None:
                 raise DataError(
                     f"{name}: label {labels[wrong]} of sample {numbers[wrong]}; 0 to {max_label} "
-                    "are "
-                    "allowed; correct it"
+                    "are allowed; correct it"
                 )
         if (
             not isinstance(inputs, tuple | dict)
@@ -229,19 +286,22 @@ class Reader:
         try:
             return arrays(inputs, labels, classes=classes, name=name, **scaling)
         except DataError:
-            for subject, tree in zip(_PARTS, both, strict=True):
-                for place, leaf in places(tree):
-                    if wrong := [
-                        n
-                        for n, a in zip(numbers.tolist(), leaf, strict=True)
-                        if not np.isfinite(a).all()
-                    ]:
+            # For NaN and infinity, the number of the sample is more useful than its place in the
+            # batch.
+            self._check_finite(both, numbers)
+            raise
+
+    def _check_finite(self, both: tuple[Tree, Tree], numbers: np.ndarray) -> None:
+        """Raises DataError with the number of the first sample that holds NaN or infinity."""
+        for part_name, tree in zip(_PARTS, both, strict=True):
+            for place, leaf in places(tree):
+                for number, array in zip(numbers.tolist(), leaf, strict=True):
+                    if not np.isfinite(array).all():
                         raise DataError(
-                            f"{self.name}: {subject} {wrong[0]}{place} holds NaN or infinity"
+                            f"{self.name}: {part_name} {number}{place} holds NaN or infinity"
                             f"{' after its transform' * bool(self.transforms)}; clean it, or "
                             "leave the sample out"
                         ) from None
-            raise
 
     def batch(
         self,
@@ -251,73 +311,95 @@ class Reader:
         index: int,
         run: tuple[int, int],
     ) -> Batch:
-        """The batch of the samples `numbers`, of which those of `run` were read."""
-        lo, hi = run
-        data = self.dataset_of(both, numbers[lo:hi], f"batch {index} of epoch {epoch}")
-        if hi - lo == len(numbers):
-            return Batch(data, np.arange(hi, dtype=np.int64), epoch, index, numbers)
+        """Builds a batch from samples and targets that were read.
+
+        Args:
+            both: samples and targets of the run, trees of arrays.
+            numbers: int64 (B,), the numbers of all samples of the batch.
+            epoch: the number of the epoch.
+            index: the number of the batch in the epoch.
+            run: (first, one past the last) of the B samples that were read.
+        """
+        first, end = run
+        data = self.dataset_of(both, numbers[first:end], f"batch {index} of epoch {epoch}")
+        if end - first == len(numbers):
+            return Batch(data, np.arange(end, dtype=np.int64), epoch, index, numbers)
         indices = np.zeros(len(numbers), np.int64)
-        indices[lo:hi] = np.arange(hi - lo)
-        return Batch(
-            data, indices, epoch, index, numbers, run, functools.partial(self.complete, both)
-        )
+        indices[first:end] = np.arange(end - first)
+        complete = functools.partial(self.complete, both)
+        return Batch(data, indices, epoch, index, numbers, run, complete)
 
     def complete(self, both: tuple[Tree, Tree], batch: Batch) -> Batch:
-        """A batch with all its samples, of which those that it has, `both`, are not read again."""
+        """Returns a batch with all of its samples.
+
+        It reads the samples before and after the run. Those of the run, `both`, are not read again.
+        """
         numbers = batch.numbers
-        (lo, hi) = batch.run
-        head, tail = (
-            self.read(part, batch.epoch) if len(part) else None
-            for part in (numbers[:lo], numbers[hi:])
-        )
-        parts = [tuple(part) for part in (head, both, tail) if part is not None]
+        first, end = batch.run
+        parts = []
+        if first > 0:
+            parts.append(tuple(self.read(numbers[:first], batch.epoch)))
+        parts.append(tuple(both))
+        if end < len(numbers):
+            parts.append(tuple(self.read(numbers[end:], batch.epoch)))
         all_samples = mapped(lambda *arrays: np.concatenate(arrays), *parts)
         return self.batch(all_samples, numbers, batch.epoch, batch.index, (0, len(numbers)))
 
 
-def array(leaf: Any, what: str) -> np.ndarray:
-    """Part of a sample as an array: of Python's integers int64, of floats float32, of a picture
-    uint8 (C, H, W). Raises DataError: it is no array of numbers.
+def array(leaf: Any, owner: str) -> np.ndarray:
+    """Converts a part of a sample to an array.
+
+    Integers of Python become int64, floats float32, and an image of Pillow uint8 (C, H, W). Other
+    arrays of integers keep their dtype. Raises DataError if it is not an array of numbers.
+
+    owner: the sample or target in messages.
     """
     try:
         values = np.asarray(leaf)
-        if hasattr(leaf, "getbands"):  # a picture of Pillow
+        if hasattr(leaf, "getbands"):  # an image of Pillow
             values = values[None] if values.ndim == 2 else values.transpose(2, 0, 1)
         if values.dtype.kind not in "biuf":
             raise TypeError(f"of {values.dtype}")
-    # PyTorch's own: a tensor that has a gradient
+    # PyTorch raises RuntimeError for a tensor that requires a gradient.
     except (TypeError, ValueError, RuntimeError) as problem:
         raise DataError(
-            f"{what} has a part that is a {type(leaf).__name__} ({problem}); arrays of numbers, "
-            "numbers, and tuples or "
-            "dicts of them are allowed"
+            f"{owner} has a part that is a {type(leaf).__name__} ({problem}); arrays of numbers, "
+            "numbers, and tuples or dicts of them are allowed"
         ) from None
     if values.dtype.kind == "f":
-        with np.errstate(over="ignore"):  # infinity, which is reported as such
+        with np.errstate(over="ignore"):  # becomes infinity, which the data set reports
             return values.astype(np.float32, copy=False)
     return values.astype(np.int64) if values.ndim == 0 and values.dtype.kind in "iu" else values
 
 
 class Stack:
-    """Samples, checked against the first and put one behind the other. name: what messages call
-    their data set. both: trees of arrays (B, ...): samples and targets.
+    """A stack of samples: `add` checks each against the first, and copies it into the arrays.
+
+    Attributes:
+        name: the name of the data set in messages.
+        both: samples and targets, trees of arrays (B, ...). None before the first sample.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.both = None
         self._form: Any = None
-        self._to: list[np.ndarray] = []
+        self._leaves: list[np.ndarray] = []  # the arrays of `both`
         self._count = 0
 
     def add(self, number: int, sample: Any, room: int) -> None:
-        """Puts sample `number` behind the others; `room`: how many there will be."""
-        pair = (
-            sample
-            if isinstance(sample, Sequence) and not isinstance(sample, str) and len(sample) == 2
-            else None
-        )
-        if pair is None:
+        """Adds a sample after the others.
+
+        Args:
+            number: the number of the sample, for messages.
+            sample: the pair (sample, target) that the data set returned.
+            room: how many samples there will be. The first call allocates the arrays.
+
+        Raises:
+            DataError: it is not such a pair, or has another shape or dtype than the first.
+        """
+        is_pair = isinstance(sample, Sequence) and not isinstance(sample, str) and len(sample) == 2
+        if not is_pair:
             raise DataError(
                 f"{self.name}: sample {number} is {_describe_sample(sample)}; {_EXPECTED}"
             )
@@ -326,41 +408,41 @@ class Stack:
                 lambda leaf, part_name=part_name: array(leaf, f"{self.name}: {part_name} {number}"),
                 part,
             )
-            for part_name, part in zip(_PARTS, pair, strict=True)
+            for part_name, part in zip(_PARTS, sample, strict=True)
         )
         form = mapped(lambda leaf: (leaf.shape, leaf.dtype), pair_arrays)
         if self.both is None:
             self._form = form
             self.both = mapped(lambda a: np.empty((room, *a.shape), a.dtype), pair_arrays)
-            self._to = leaves(self.both)
+            self._leaves = leaves(self.both)
         elif form != self._form:
-            for part_name, one, first in zip(_PARTS, pair_arrays, self.both, strict=True):
-                actual = _describe_tree(one)
-                expected = _describe_tree(mapped(lambda a: a[0], first))
+            for part_name, part, stacked in zip(_PARTS, pair_arrays, self.both, strict=True):
+                actual = _describe_tree(part)
+                expected = _describe_tree(mapped(lambda a: a[0], stacked))
                 if actual != expected:
                     raise DataError(
                         f"{self.name}: {part_name} {number} is {actual}, an earlier one is "
-                        f"{expected}; "
-                        "all samples must have the same shape and dtype"
+                        f"{expected}; all samples must have the same shape and dtype"
                     )
-        for target_array, leaf in zip(self._to, leaves(pair_arrays), strict=True):
-            target_array[self._count] = leaf
+        for stacked_leaf, leaf in zip(self._leaves, leaves(pair_arrays), strict=True):
+            stacked_leaf[self._count] = leaf
         self._count += 1
 
 
 _PARTS = ("sample", "the target of sample")
 _EXPECTED = (
-    "(sample, target) expected: two arrays or numbers, or tuples or dicts of them; rows of a "
-    "table become such pairs "
-    "with data.columns"
+    "(sample, target) expected: two arrays or numbers, or tuples or dicts of them; rows of a table "
+    "become such pairs with data.columns"
 )
 
 
 def _describe_tree(tree: Tree) -> str:
+    """Returns dtypes and shapes of a tree of arrays, for messages."""
     return ", ".join(f"{place} {a.dtype} {a.shape}".lstrip() for place, a in places(tree))
 
 
 def _describe_sample(sample: Any) -> str:
+    """Returns the type of what a data set returned, and the types of its parts, for messages."""
     if isinstance(sample, dict):
         return f"a dict with {', '.join(map(repr, sample))}"
     parts = (

@@ -1,8 +1,7 @@
-"""The order of the samples: permutations that depend on (n, seed, epoch) only, and their split
-over workers.
+"""The order of the samples: permutations, and their split over workers.
 
-Every worker computes the same one for itself, so it must not depend on a library's random generator
-or its version.
+A permutation depends only on (n, seed, epoch). Each worker computes it separately, so it must not
+depend on the random generator of a library or on its version.
 """
 
 from __future__ import annotations
@@ -22,39 +21,54 @@ _MIX_2 = 0x94D049BB133111EB
 
 
 def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of epoch `epoch`: a pure function of its three arguments, the same on every
-    machine and version.
+    """Returns the order of the samples in an epoch.
 
-    n: number of samples, at least 0. seed, epoch: integers from 0 to 2**64 - 1. Returns an int64
-    array (n,) that holds 0..n-1 once each: the argsort of a SplitMix64 stream, a word a sample.
-    Raises ConfigError if an argument is not an integer in its range.
+    It is a pure function of its arguments, the same on every machine and version: the argsort of a
+    SplitMix64 stream with a word for each sample.
+
+    Args:
+        n: the number of samples, at least 0.
+        seed: 0 to 2**64 - 1.
+        epoch: 0 to 2**64 - 1.
+
+    Returns:
+        An int64 array (n,) that holds each of 0..n-1 once.
+
+    Raises:
+        ConfigError: an argument is not an integer in its range.
     """
     n = check_integer("n", n, 0)
     seed = check_integer("seed", seed, 0, _MASK)
     epoch = check_integer("epoch", epoch, 0, _MASK)
-    # The second mix keeps epoch e + 1 from being the stream of epoch e moved by one place.
-    start = _mix(_mix(seed + _GAMMA) + (epoch + 1) * _GAMMA)
+    # Without the second mix, the stream of epoch e + 1 would be the one of epoch e, shifted by one.
+    start = _mix_word(_mix_word(seed + _GAMMA) + (epoch + 1) * _GAMMA)
     # No two keys are equal, so every correct sort gives the same order. The default one is faster
     # than a stable one.
     return np.argsort(_stream(start, np.arange(n))).astype(np.int64, copy=False)
 
 
 class DistributedSampler:
-    """One worker's share of a shuffled data set, in the manner of PyTorch's class of that name.
+    """The share of one worker in a shuffled data set, like PyTorch's class of the same name.
 
-    Worker r of R takes the positions r, r + R, r + 2R, ... of the epoch's permutation, so the
-    shares are disjoint and together hold every sample exactly once; their lengths may differ by
-    one. Iterating does not change the epoch: call `set_epoch`, or give the sampler to a
-    `DataLoader`, which does.
+    Worker r of R gets the positions r, r + R, r + 2R, ... of the epoch's permutation. So the shares
+    are disjoint, and together hold every sample exactly once. Their lengths may differ by one.
+    Iterating does not change the epoch: call `set_epoch`, or pass the sampler to a `DataLoader`,
+    which calls it.
 
-    dataset, or dataset_size: anything with a length, or the number of samples itself. num_replicas,
-    rank: number of workers and this worker's number (0..num_replicas-1); if None, those of the
-    process
-        group (odyssey.distributed) or of `odyssey.comm`.
-    shuffle: False keeps the order 0..n-1. seed: 0 to 2**64 - 1, the same on all workers. drop_last:
-    leave out the tail, so that all shares have the length n // R. pad: repeat samples from the
-    start, so that all shares have the length ceil(n / R), as PyTorch does. Raises ConfigError for a
-    size below 1, a rank or seed out of range, or drop_last together with pad.
+    Args:
+        dataset: an object with a length, or the number of samples.
+        num_replicas: the number R of workers. None is the size of the process group
+            (odyssey.distributed), or of `odyssey.comm`.
+        rank: the number r of this worker, 0..num_replicas-1. None is its rank there.
+        shuffle: False keeps the order 0..n-1.
+        seed: 0 to 2**64 - 1, the same on all workers.
+        drop_last: skip the tail, so that all shares have the length n // R.
+        dataset_size: the number of samples, instead of `dataset`.
+        pad: repeat samples from the start, so that all shares have the length ceil(n / R), as in
+            PyTorch.
+
+    Raises:
+        ConfigError: a size below 1, a rank or seed out of range, or drop_last together with pad.
     """
 
     def __repr__(self) -> str:
@@ -72,9 +86,9 @@ class DistributedSampler:
         dataset_size: int | None = None,
         pad: bool = False,
     ) -> None:
-        self.dataset_size = _size_of(dataset, dataset_size)
+        self.dataset_size = _count_samples(dataset, dataset_size)
         if num_replicas is None or rank is None:
-            world_size, world_rank = _world()
+            world_size, world_rank = _find_world()
             num_replicas = world_size if num_replicas is None else num_replicas
             rank = world_rank if rank is None else rank
         self.num_replicas = check_integer("num_replicas", num_replicas, 1)
@@ -91,23 +105,27 @@ class DistributedSampler:
         self.epoch_was_set = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Use the permutation of `epoch` (0 to 2**64 - 1) from the next iteration on;
-        ConfigError if out of range.
+        """Uses the permutation of `epoch` (0 to 2**64 - 1) from the next iteration on.
+
+        Raises ConfigError if it is out of range.
         """
         self.epoch = check_integer("epoch", epoch, 0, _MASK)
-        # Lets a DataLoader tell an epoch that the caller chose from one that it advanced itself.
+        # A DataLoader continues from an epoch that the caller set. It clears this flag after its
+        # own calls.
         self.epoch_was_set = True
 
     def indices(self) -> np.ndarray:
-        """This worker's indices in the current epoch: int64 array (len(self),)."""
+        """Returns the indices of this worker in the current epoch, int64 (len(self),)."""
         if self.shuffle:
             order = permutation(self.dataset_size, self.seed, self.epoch)
         else:
             order = np.arange(self.dataset_size, dtype=np.int64)
         if self.drop_last:
-            order = order[: self.dataset_size // self.num_replicas * self.num_replicas]
+            share = self.dataset_size // self.num_replicas
+            order = order[: share * self.num_replicas]
         if self.pad:
-            order = np.resize(order, -(-self.dataset_size // self.num_replicas) * self.num_replicas)
+            share = -(-self.dataset_size // self.num_replicas)  # rounded up
+            order = np.resize(order, share * self.num_replicas)  # repeats from the start
         return np.ascontiguousarray(order[self.rank :: self.num_replicas])
 
     def __iter__(self) -> Iterator[int]:
@@ -115,41 +133,48 @@ class DistributedSampler:
 
     def __len__(self) -> int:
         share, remainder = divmod(self.dataset_size, self.num_replicas)
-        return (
-            share
-            if self.drop_last
-            else share + (remainder > 0 if self.pad else self.rank < remainder)
-        )
+        if self.drop_last:
+            return share
+        has_one_more = remainder > 0 if self.pad else self.rank < remainder
+        return share + has_one_more
 
 
-def _mixed(values: np.ndarray) -> np.ndarray:
-    """SplitMix64's mixing of each of the uint64, in place: a bijection."""
+def _mix_words(values: np.ndarray) -> np.ndarray:
+    """Mixes the bits of each uint64 in place, as SplitMix64 does. It is a bijection."""
     for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
         values ^= values >> np.uint64(shift)
         values *= np.uint64(factor)
     return values
 
 
-def _mix(value: int) -> int:
-    return int(_mixed(np.array([value & _MASK], np.uint64))[0])
+def _mix_word(value: int) -> int:
+    """Mixes the lowest 64 bits of an integer. See `_mix_words`."""
+    return int(_mix_words(np.array([value & _MASK], np.uint64))[0])
 
 
 def _stream(start: int, numbers: np.ndarray) -> np.ndarray:
-    """Outputs (uint64) of SplitMix64 seeded with `start`, by their numbers from 0: distinct ones
-    for distinct.
+    """Returns outputs (uint64) of SplitMix64 with the seed `start`, by their numbers from 0.
+
+    Different numbers have different outputs.
     """
-    return _mixed((numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA) + np.uint64(start))
+    return _mix_words(
+        (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA) + np.uint64(start)
+    )
 
 
-def mixed_words(seed: int, epoch: int, which: int, numbers: np.ndarray) -> np.ndarray:
-    """Random words, uint64 (B,), each a function of the three integers and its sample's number,
-    int64 (B,).
+def mixed_words(seed: int, epoch: int, stream: int, numbers: np.ndarray) -> np.ndarray:
+    """Returns a random word for each sample, uint64 (B,).
+
+    A word is a function of the three integers and of the number of its sample, int64 (B,).
     """
-    start = _mix(_mix(_mix(seed + _GAMMA) + (epoch + 1) * _GAMMA) + (which + 1) * _GAMMA)
-    return _mixed(_stream(start, numbers))  # mixed twice: neighbours share nothing then
+    epoch_start = _mix_word(_mix_word(seed + _GAMMA) + (epoch + 1) * _GAMMA)
+    start = _mix_word(epoch_start + (stream + 1) * _GAMMA)
+    # The second mix makes the words of neighbouring samples and streams independent.
+    return _mix_words(_stream(start, numbers))
 
 
-def _size_of(dataset: Sized | int | None, dataset_size: int | None) -> int:
+def _count_samples(dataset: Sized | int | None, dataset_size: int | None) -> int:
+    """Returns the number of samples. Raises ConfigError unless exactly one argument has it."""
     if (dataset is None) == (dataset_size is None):
         raise ConfigError(
             "DistributedSampler: give either a data set or dataset_size, and not both"
@@ -158,8 +183,11 @@ def _size_of(dataset: Sized | int | None, dataset_size: int | None) -> int:
     return check_integer("dataset_size", len(size) if hasattr(size, "__len__") else size, 1)
 
 
-def _world() -> tuple[int, int]:
-    """(number of workers, this worker) of the initialized process group, else of `odyssey.comm`."""
+def _find_world() -> tuple[int, int]:
+    """Returns the number of workers and the number of this one.
+
+    They are those of the process group if it is initialized, else those of `odyssey.comm`.
+    """
     distributed = sys.modules.get("odyssey.distributed")
     if distributed is not None and distributed.is_initialized():
         return distributed.get_world_size(), distributed.get_rank()

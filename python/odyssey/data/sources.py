@@ -1,8 +1,8 @@
-"""Data sets out of a user's files: folders of pictures, tables, arrays, text; rows of tables of
+"""Data sets from a user's files: folders of images, tables, arrays, text, and rows of tables of
 other libraries.
 
-Files are read strictly: what is wrong is named with its file and place. Nothing is downloaded or
-unpickled.
+Files are read strictly: an error message has the file and the place of the fault. Nothing is
+downloaded or unpickled.
 """
 
 from __future__ import annotations
@@ -27,22 +27,30 @@ from odyssey.data.vocabulary import Vocabulary
 from odyssey.errors import ConfigError, DataError, check_integer
 
 PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
-LITTER = ("Thumbs.db", "desktop.ini")  # what a Windows desktop leaves in folders of pictures
+LITTER = ("Thumbs.db", "desktop.ini")  # files that Windows writes into folders of images
 _SHAKESPEARE = Path(__file__).parent / "shakespeare" / "shakespeare.txt.gz"
 _SHAKESPEARE_SHA256 = "b821e946a8a5f8b5f04eed56abd8562fd42856bbcb83c71435b54ca1b8377e7f"
 
 
 class ImageFolder(Described):
-    """Pictures in a folder per class, root/class/picture.jpg: uint8 (3, H, W), read when asked for.
+    """Images in a folder per class, root/class/image.jpg, as uint8 (3, H, W).
 
-    Needs Pillow.
+    An image is read each time its sample is. Needs Pillow.
 
-    size: pixels, one number or (height, width), to which pictures are scaled and cut around their
-        middle; None: all have the size of the first. mean, std: a pixel p stands for (p / 255 -
-        mean) / std, one number or per channel.
-    classes: names of the folders, sorted; a class is its place among them. files: (path, class),
-    sorted. Raises DataError for a folder without pictures or a file that is none; ConfigError if
-    Pillow is missing.
+    Args:
+        root: the folder that holds a folder for each class.
+        size: the size in pixels, one number or (height, width). Images are scaled to cover it, and
+            their excess is cut off at both ends. None requires that all have the size of the first.
+        mean: a pixel p stands for (p / 255 - mean) / std. One number, or one per channel.
+        std: see `mean`.
+
+    Attributes:
+        classes: the names of the folders, sorted. A class is its index in them.
+        files: (path, class) of each image, sorted.
+
+    Raises:
+        DataError: a folder without images, or a file that isn't an image.
+        ConfigError: Pillow is missing.
     """
 
     def __init__(
@@ -56,86 +64,99 @@ class ImageFolder(Described):
             ) from None
         if not (root := Path(root)).is_dir():
             raise DataError(f"{root} is not a folder; give one that is there")
-        self.classes = sorted(d.name for d in root.iterdir() if d.is_dir() and d.name[0] != ".")
+        self.classes = sorted(
+            folder.name for folder in root.iterdir() if folder.is_dir() and folder.name[0] != "."
+        )
         self.files: list[tuple[str, int]] = []
-        for number, name in enumerate(self.classes):
+        for class_number, name in enumerate(self.classes):
             paths = sorted(
-                p for p in (root / name).iterdir() if p.name[0] != "." and p.name not in LITTER
+                path
+                for path in (root / name).iterdir()
+                if path.name[0] != "." and path.name not in LITTER
             )
-            wrong = next((p for p in paths if p.suffix.lower() not in PICTURES), None)
-            if wrong or not paths:
-                raise DataError(
-                    f"{wrong or root / name} {'is no picture' if wrong else 'is empty'}; move it "
-                    "elsewhere"
-                )
-            self.files += [(str(p), number) for p in paths]
+            for path in paths:
+                if path.suffix.lower() not in PICTURES:
+                    raise DataError(f"{path} is no picture; move it elsewhere")
+            if not paths:
+                raise DataError(f"{root / name} is empty; move it elsewhere")
+            self.files += [(str(path), class_number) for path in paths]
         if not self.files:
             raise DataError(f"{root} has no folders with pictures; a folder per class is expected")
         self.scale = 1 / (255 * np.asarray(std, np.float64))
         self.shift = -np.asarray(mean) / np.asarray(std)
-        self._size: tuple[int, int] | None = None  # width, height
-        if size is not None:
+        self._resize = size is not None
+        self._size: tuple[int, int]  # (width, height), the order of Pillow
+        if size is None:
+            first_path, _ = self.files[0]
+            _, height, width = self._read_image(first_path).shape
+        else:
             height, width = (
-                check_integer("[data] size", s, 1)
-                for s in ((size, size) if np.ndim(size) == 0 else size)
+                check_integer("[data] size", pixels, 1)
+                for pixels in ((size, size) if np.ndim(size) == 0 else size)
             )
-            self._size = (width, height)
-        self._cut = size is not None
-        self._size = self._size or self._read(self.files[0][0]).shape[:0:-1]
+        self._size = (width, height)
 
     @property
     def sample_shape(self) -> tuple[int, int, int]:
-        """(3, H, W)."""
-        return (3, self._size[1], self._size[0])
+        """The shape of a sample, (3, H, W)."""
+        width, height = self._size
+        return (3, height, width)
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, i: int) -> tuple[np.ndarray, int]:
-        path, number = self.files[i]
-        pixels = self._read(path)
+        path, class_number = self.files[i]
+        pixels = self._read_image(path)
         if pixels.shape != self.sample_shape:
+            _, height, width = pixels.shape
+            expected_width, expected_height = self._size
             raise DataError(
-                f"{path} has {pixels.shape[2]} x {pixels.shape[1]} pixels, the first picture "
-                f"{self._size[0]} x "
-                f"{self._size[1]}; give ImageFolder a size"
+                f"{path} has {width} x {height} pixels, the first picture "
+                f"{expected_width} x {expected_height}; give ImageFolder a size"
             )
-        return pixels, number
+        return pixels, class_number
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that stand for names, classes and sizes of the files; sizes of
-        at most 10,000.
+        """Returns 16 hexadecimal digits that identify names, classes and sizes of the files.
+
+        Only 10,000 files at even distances are asked for their size, because that takes time.
         """
-        sampled_paths = {
-            self.files[i][0]
-            for i in np.linspace(0, len(self) - 1, min(len(self), 10_000)).astype(np.int64)
-        }
+        sized_count = min(len(self), 10_000)
+        sized_indices = np.linspace(0, len(self) - 1, sized_count).astype(np.int64)
+        sized_paths = {self.files[i][0] for i in sized_indices}
         try:
             lines = [
-                f"{self.classes[k]}/{os.path.basename(path)} "
-                f"{os.path.getsize(path) if path in sampled_paths else ''}"
-                for path, k in self.files
+                f"{self.classes[class_number]}/{os.path.basename(path)} "
+                f"{os.path.getsize(path) if path in sized_paths else ''}"
+                for path, class_number in self.files
             ]
         except OSError as problem:
             raise DataError(
                 f"{problem.filename} was removed ({problem.strerror}); put it back"
             ) from None
-        return digest(f"{self._size} {self._cut}", *lines)
+        return digest(f"{self._size} {self._resize}", *lines)
 
-    def _read(self, path: str) -> np.ndarray:
+    def _read_image(self, path: str) -> np.ndarray:
+        """Reads an image file as uint8 (3, H, W), scaled and cut to the size if there is one.
+
+        Raises DataError if Pillow cannot read it.
+        """
         from PIL import Image, ImageOps
 
         try:
             with Image.open(path) as image:
-                if self._cut:
-                    # a JPEG is decoded at the next larger size that is cheap
+                if self._resize:
+                    # Decodes a JPEG at the next larger size that is cheap.
                     image.draft("RGB", self._size)
-                rgb_image = (
-                    image if image.mode == "RGB" else image.convert("RGB")
-                )  # which would copy
-                if self._cut:
-                    rgb_image = ImageOps.fit(rgb_image, self._size, Image.Resampling.BILINEAR)
+                # `convert` would copy an RGB image.
+                rgb_image = image if image.mode == "RGB" else image.convert("RGB")
+                if self._resize:
+                    rgb_image = ImageOps.fit(
+                        rgb_image, self._size, method=Image.Resampling.BILINEAR
+                    )
                 return np.ascontiguousarray(np.asarray(rgb_image).transpose(2, 0, 1))
+        # Pillow raises SyntaxError for a damaged PNG file.
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as problem:
             raise DataError(
                 f"{path} cannot be read as an image ({problem}); replace it, or move it elsewhere"
@@ -143,9 +164,15 @@ class ImageFolder(Described):
 
 
 def npz(path: str | Path, inputs: Any = "x", targets: Any = "y") -> ArrayDataset:
-    """Arrays of an .npz file; inputs, targets: a name, or a tuple or dict of names.
+    """Reads arrays of an .npz file as a data set in memory.
 
-    DataError as `arrays`.
+    Args:
+        path: the file, as `numpy.savez` writes it.
+        inputs: the name of the array of samples, or a tuple or dict of names.
+        targets: the same for the targets.
+
+    Raises:
+        DataError: the file cannot be read or lacks an array, or `arrays` refuses one.
     """
     import zipfile
 
@@ -153,13 +180,15 @@ def npz(path: str | Path, inputs: Any = "x", targets: Any = "y") -> ArrayDataset
         with zipfile.ZipFile(path) as file:
             names = [name.removesuffix(".npy") for name in file.namelist()]
 
-            def array(name: str) -> np.ndarray:
+            def read_array(name: str) -> np.ndarray:
                 if name not in names:
                     raise DataError(f"{path} has no array {name!r}; it has {', '.join(names)}")
-                with file.open(f"{name}.npy") as part:
-                    return np.lib.format.read_array(part, allow_pickle=False)
+                with file.open(f"{name}.npy") as member:
+                    return np.lib.format.read_array(member, allow_pickle=False)
 
-            return arrays(mapped(array, inputs), mapped(array, targets), name=Path(path).name)
+            return arrays(
+                mapped(read_array, inputs), mapped(read_array, targets), name=Path(path).name
+            )
     except DataError:
         raise
     except (OSError, ValueError, zipfile.BadZipFile) as problem:
@@ -169,25 +198,35 @@ def npz(path: str | Path, inputs: Any = "x", targets: Any = "y") -> ArrayDataset
 
 
 class RowFile:
-    """An array (N, ...) in a file, .npy or plain numbers (little-endian, of `dtype`), read by
-    the rows that are asked for.
+    """An array (N, ...) in a file, which reads only the rows that are asked for.
+
+    The file is .npy, or holds plain little-endian numbers of `dtype`.
+
+    Attributes:
+        path: the absolute path of the file.
+        offset: the position of the first row in the file, in bytes.
+        row: the shape of one row.
+        dtype: the dtype of the numbers.
+
+    Raises DataError if the file cannot be read, or its length doesn't fit its rows.
     """
 
     def __init__(self, path: str | Path, dtype: Any = np.uint16) -> None:
         self.path = os.path.abspath(path)
         self.offset = 0
         self.row = ()
-        self._file = None
+        self._file = None  # opened by the first read
+        is_npy = self.path.endswith(".npy")
         try:
             with open(path, "rb") as file:
-                if self.path.endswith(".npy"):
-                    read = {
+                if is_npy:
+                    read_header = {
                         (1, 0): np.lib.format.read_array_header_1_0,
                         (2, 0): np.lib.format.read_array_header_2_0,
-                    }
-                    (count, *self.row), fortran, dtype = read[np.lib.format.read_magic(file)](file)
+                    }[np.lib.format.read_magic(file)]
+                    (count, *self.row), is_fortran_order, dtype = read_header(file)
                     self.offset = file.tell()
-                    if fortran or dtype.hasobject:
+                    if is_fortran_order or dtype.hasobject:
                         raise ValueError("rows must be one behind the other, of numbers")
                 size = os.fstat(file.fileno()).st_size - self.offset
         except (OSError, ValueError, KeyError) as problem:
@@ -195,9 +234,9 @@ class RowFile:
                 f"{path} cannot be read as an array ({problem}); write it with numpy.save"
             ) from None
         self.dtype = np.dtype(dtype)
-        self._bytes = self.dtype.itemsize * int(np.prod(self.row, dtype=np.int64))
-        self._count = size // self._bytes if not self.path.endswith(".npy") else count
-        if self._count * self._bytes != size or not size:
+        self._row_bytes = self.dtype.itemsize * int(np.prod(self.row, dtype=np.int64))
+        self._count = count if is_npy else size // self._row_bytes
+        if self._count * self._row_bytes != size or not size:
             raise DataError(
                 f"{path} holds {size} bytes of numbers, which are no {self.dtype} rows {self.row}"
             )
@@ -206,48 +245,66 @@ class RowFile:
         return self._count
 
     def read(self, first: int, n: int) -> np.ndarray:
-        """Rows first to first + n - 1, (n, ...)."""
+        """Returns n rows from row `first` on, (n, ...).
+
+        Raises DataError if the file has become shorter.
+        """
         if self._file is None:
             self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - open as long as this is used
-        content = os.pread(self._file.fileno(), n * self._bytes, self.offset + first * self._bytes)
-        if len(content) != n * self._bytes:
+        byte_count = n * self._row_bytes
+        # Unlike seek and read, pread is safe on several threads.
+        content = os.pread(self._file.fileno(), byte_count, self.offset + first * self._row_bytes)
+        if len(content) != byte_count:
             raise DataError(
                 f"{self.path} has become shorter while it was in use; leave it unchanged"
             )
         return np.frombuffer(content, self.dtype).reshape(n, *self.row)
 
     def __getstate__(self) -> dict[str, Any]:
+        """Returns the state for pickle. An open file cannot be sent to another process."""
         return {**vars(self), "_file": None}
 
 
 class npy(Gathered):  # noqa: N801 - called like the functions here
-    """Samples and targets in two .npy files (N, ...), larger than memory if need be: rows are
-    read when asked for.
+    """Samples and targets in two .npy files (N, ...), which may be larger than memory.
+
+    Rows are read when they are asked for. Raises DataError if a file cannot be read, or the two
+    have different numbers of rows.
     """
 
     def __init__(self, inputs: str | Path, targets: str | Path, classes: int | None = None) -> None:
-        self._parts = RowFile(inputs), RowFile(targets)
+        self._inputs = RowFile(inputs)
+        self._targets = RowFile(targets)
         self.classes = classes
-        self.sample_shape = tuple(self._parts[0].row)
-        if len(self._parts[0]) != len(self._parts[1]):
+        self.sample_shape = tuple(self._inputs.row)
+        if len(self._inputs) != len(self._targets):
             raise DataError(
-                f"{inputs} has {len(self._parts[0])} rows, {targets} has {len(self._parts[1])}"
+                f"{inputs} has {len(self._inputs)} rows, {targets} has {len(self._targets)}"
             )
 
     def __len__(self) -> int:
-        return len(self._parts[0])
+        return len(self._inputs)
 
     def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rows `indices` (B,) of both."""
-        x, y = (np.concatenate([part.read(int(i), 1) for i in indices]) for part in self._parts)
-        return x, y
+        """Returns the samples and the targets at `indices` (B,)."""
+        inputs = np.concatenate([self._inputs.read(int(i), 1) for i in indices])
+        targets = np.concatenate([self._targets.read(int(i), 1) for i in indices])
+        return inputs, targets
 
 
 class Tokens(Gathered):
-    """Stretches of a long list of token ids: sample i is ids[i T : i T + T], its target the ids
-    that follow each. ids: a RowFile or an array. length: T. classes: how many different ids
-    there may be. vocabulary: what each id stands for, if it is known. characters: of a token,
-    on average.
+    """Stretches of a long list of token ids, for language models.
+
+    Sample i is ids[i T : i T + T]. Its target is the id that follows each of them.
+
+    Args:
+        ids: the token ids (N,), a RowFile or an array.
+        length: the number T of tokens in a sample.
+        classes: the number of different ids that are allowed.
+        vocabulary: the text of each id, if it is known.
+        characters: the mean number of characters in a token.
+
+    Raises DataError if the ids aren't integers (N,), or are too few for one sample.
     """
 
     def __init__(
@@ -276,12 +333,14 @@ class Tokens(Gathered):
 
     @property
     def sample_shape(self) -> tuple[int]:
-        """(T,)."""
+        """The shape of a sample, (T,)."""
         return (self.length,)
 
     def bits(self, loss: float) -> dict[str, float]:
-        """A mean cross-entropy of tokens, in nats, as "bits_per_character"; "bits_per_token"
-        where no text is known.
+        """Converts a mean cross-entropy per token, in nats, to bits.
+
+        Returns {"bits_per_character": bits}, or {"bits_per_token": bits} if the text of the tokens
+        is unknown.
         """
         per_token = loss / math.log(2)
         if self.vocabulary is None:
@@ -292,17 +351,14 @@ class Tokens(Gathered):
         return (len(self._ids) - 1) // self.length
 
     def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and the ids that follow them, int32 (B, T) each.
+        """Returns samples and targets, int32 (B, T) each. The targets are the following ids.
 
-        DataError for an id that is not in 0..classes-1.
+        Raises DataError for an id that is not in 0..classes-1.
         """
-        t = self.length
-        ids = self._ids
-        pieces = [
-            ids.read(i * t, t + 1) if isinstance(ids, RowFile) else ids[i * t : i * t + t + 1]
-            for i in indices.tolist()
-        ]
-        rows = np.array(pieces).reshape(-1, t + 1)
+        length = self.length
+        # A row holds one id more than a sample: the target of its last id.
+        rows = np.array([self._read_ids(i * length, length + 1) for i in indices.tolist()])
+        rows = rows.reshape(-1, length + 1)
         if rows.size and (rows.min() < 0 or rows.max() >= self.classes):
             row = np.flatnonzero((rows < 0).any(1) | (rows >= self.classes).any(1))[0]
             raise DataError(
@@ -311,10 +367,18 @@ class Tokens(Gathered):
             )
         return rows[:, :-1].astype(np.int32), rows[:, 1:].astype(np.int32)
 
+    def _read_ids(self, first: int, count: int) -> np.ndarray:
+        """Returns `count` ids from number `first` on."""
+        if isinstance(self._ids, RowFile):
+            return self._ids.read(first, count)
+        return self._ids[first : first + count]
+
 
 def tokens(path: str | Path, *, length: int, classes: int, dtype: Any = np.uint16) -> Tokens:
-    """Token ids in a file, .npy (N,) or plain numbers of `dtype` (.bin), larger than memory if
-    need be.
+    """Opens a file of token ids, which may be larger than memory.
+
+    The file is .npy (N,), or holds plain numbers of `dtype` (.bin). See `Tokens` for `length` and
+    `classes`. Raises DataError if the file cannot be read.
     """
     return Tokens(RowFile(path, dtype), length, classes)
 
@@ -326,13 +390,21 @@ def text(
     tokenizer: str | Path | None = None,
     train: bool | None = None,
 ) -> Tokens:
-    """A text file in UTF-8 as ids of its characters, in the order of their code points, or of a
-    tokenizer.
+    """Reads a text file in UTF-8 as token ids.
 
-    tokenizer: a tokenizer.json of the package tokenizers. train: True: the first nine tenths of the
-        text, False: the rest, None: all; the vocabulary is that of all.
+    Args:
+        path: the file, or its gzip copy with the suffix .gz.
+        length: the number of tokens in a sample.
+        tokenizer: a tokenizer.json of the package tokenizers. None makes each character of the
+            text a token, in the order of their code points.
+        train: True for the first nine tenths of the text, False for the rest, None for all of it.
+            The vocabulary always is the one of the whole text.
+
+    Raises:
+        DataError: a file cannot be read, the shipped file was altered, or the text is too short.
+        ConfigError: a tokenizer is given, and the package tokenizers is missing.
     """
-    content = _read(path)
+    content = _read_text(path)
     if (
         Path(path) == _SHAKESPEARE
         and hashlib.sha256(content.encode()).hexdigest() != _SHAKESPEARE_SHA256
@@ -341,15 +413,20 @@ def text(
     if tokenizer is None:
         vocabulary = Vocabulary(sorted(set(content)))
     else:
-        vocabulary = Vocabulary((), _read(tokenizer), str(tokenizer))
+        vocabulary = Vocabulary((), _read_text(tokenizer), str(tokenizer))
     ids = vocabulary.encode(content)
-    edge = len(ids) * 9 // 10
-    characters = len(content) / max(len(ids), 1)
-    ids = ids if train is None else ids[:edge] if train else ids[edge:]
-    return Tokens(ids, length, len(vocabulary), vocabulary, characters)
+    characters_per_token = len(content) / max(len(ids), 1)
+    test_start = len(ids) * 9 // 10
+    if train is not None:
+        ids = ids[:test_start] if train else ids[test_start:]
+    return Tokens(ids, length, len(vocabulary), vocabulary, characters_per_token)
 
 
-def _read(path: str | Path) -> str:
+def _read_text(path: str | Path) -> str:
+    """Reads a file in UTF-8, plain or with the suffix .gz.
+
+    Raises DataError if it cannot be read.
+    """
     try:
         content = Path(path).read_bytes()
         return (gzip.decompress(content) if str(path).endswith(".gz") else content).decode()
@@ -359,17 +436,22 @@ def _read(path: str | Path) -> str:
 
 
 def shakespeare(*, length: int = 64, train: bool | None = None) -> Tokens:
-    """Eight plays of Shakespeare, 1,036,004 characters, 76 different ones; they come with the
-    package. See `text`.
+    """Reads eight plays of Shakespeare, which come with the package.
+
+    They have 1,036,004 characters, 76 different ones. See `text` for the arguments.
     """
     return text(_SHAKESPEARE, length=length, train=train)
 
 
 class columns(Described):  # noqa: N801
-    """A data set whose rows are dicts, as those of Hugging Face, as one of (sample, target).
+    """A data set of (sample, target) from rows that are dicts, for example of Hugging Face.
 
-    inputs, targets: the name of a column, or a tuple or dict of names.
-    scale, shift: a uint8 pixel p stands for p * scale + shift, one number or per channel.
+    Args:
+        rows: an object with a length, whose items are dicts.
+        inputs: the column of the samples: a name, or a tuple or dict of names.
+        targets: the same for the targets.
+        scale: a uint8 pixel p stands for p * scale + shift. One number, or one per channel.
+        shift: see `scale`.
     """
 
     def __init__(
@@ -387,18 +469,20 @@ class columns(Described):  # noqa: N801
     def __getitem__(self, i: int) -> tuple[Any, Any]:
         row = self.rows[i]
 
-        def part(name: str) -> Any:
+        def read_column(name: str) -> Any:
             if name not in row:
                 raise DataError(
                     f"[data] row {i} has no column {name!r}; it has {', '.join(map(repr, row))}"
                 )
             return row[name]
 
-        return mapped(part, self.inputs), mapped(part, self.targets)
+        return mapped(read_column, self.inputs), mapped(read_column, self.targets)
 
     def fingerprint(self) -> str:
-        """Returns what stands for the rows: Hugging Face's own fingerprint; of a list 16 digits
-        (hex) of a few.
+        """Returns a string that identifies the rows.
+
+        For a list or tuple it is 16 hexadecimal digits from 100 rows at even distances. Otherwise
+        it is the fingerprint that Hugging Face computed, or "" if there is none.
         """
         if not isinstance(self.rows, (list, tuple)):
             return str(getattr(self.rows, "_fingerprint", ""))
@@ -407,7 +491,11 @@ class columns(Described):  # noqa: N801
 
 
 class Subset(Described):
-    """Some samples of a data set, by their numbers (N,)."""
+    """Some samples of a data set, by their numbers (N,).
+
+    It has the methods `gather` and `set_epoch` only if the data set has them, because loaders look
+    for these methods.
+    """
 
     def __init__(self, dataset: Any, numbers: np.ndarray) -> None:
         self.dataset = dataset
@@ -416,7 +504,7 @@ class Subset(Described):
             if hasattr(dataset, name):
                 setattr(self, name, getattr(dataset, name))
         if hasattr(dataset, "gather"):
-            self.gather = self._gather
+            self.gather = self._gather_numbers
         if hasattr(dataset, "set_epoch"):
             self.set_epoch = dataset.set_epoch
 
@@ -426,42 +514,56 @@ class Subset(Described):
     def __getitem__(self, i: int) -> Any:
         return self.dataset[int(self.numbers[i])]
 
-    def _gather(self, indices: np.ndarray) -> Any:
+    def _gather_numbers(self, indices: np.ndarray) -> Any:
+        """Returns the samples and targets at `indices` (B,) of this subset."""
         return self.dataset.gather(self.numbers[indices])
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that stand for the data set and the numbers."""
+        """Returns 16 hexadecimal digits that identify the data set and the numbers."""
         return digest(fingerprint(self.dataset) or "", self.numbers)
 
 
 def fingerprint(dataset: Any) -> str | None:
-    """Returns what stands for the samples of a data set, by its own method `fingerprint`; None:
-    it has none.
+    """Returns the string by which a data set identifies its samples.
+
+    None if it has no method `fingerprint`, or the method returns an empty string.
     """
     method = getattr(dataset, "fingerprint", None)
     return str(method()) or None if callable(method) else None
 
 
-def _parts(samples: int, fraction: float = 0.1, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers of the samples of a training and a test part."""
-    count = max(1, round(samples * fraction))
-    if not 0 < fraction < 1 or count >= samples:
+def _split_numbers(
+    samples: int, fraction: float = 0.1, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the numbers of the training samples and of the test samples, each ascending.
+
+    Raises ConfigError unless both parts have a sample.
+    """
+    test_count = max(1, round(samples * fraction))
+    if not 0 < fraction < 1 or test_count >= samples:
         raise ConfigError(
-            f"[data] split: {count} of {samples} samples for the test; leave some for training"
+            f"[data] split: {test_count} of {samples} samples for the test; leave some for training"
         )
-    order = permutation(samples, seed, 0)
-    return np.sort(order[count:]), np.sort(order[:count])
+    order = permutation(samples, seed, epoch=0)
+    return np.sort(order[test_count:]), np.sort(order[:test_count])
 
 
 def split(dataset: Any, fraction: float = 0.1, seed: int = 0) -> tuple[Any, Any]:
-    """(training part, test part) of a data set: a random `fraction` of the samples, at least
-    one, is for the test.
+    """Splits a data set into a training part and a test part.
+
+    A random `fraction` of the samples, at least one, is for the test. Raises ConfigError unless
+    both parts have a sample.
     """
-    parts = _parts(len(dataset), fraction, seed)
+    training_numbers, test_numbers = _split_numbers(len(dataset), fraction, seed)
+    return _select_samples(dataset, training_numbers), _select_samples(dataset, test_numbers)
+
+
+def _select_samples(dataset: Any, numbers: np.ndarray) -> Any:
+    """Returns some samples of a data set: a copy of those in memory, otherwise a `Subset`."""
     if not isinstance(dataset, ArrayDataset):
-        return Subset(dataset, parts[0]), Subset(dataset, parts[1])
-    rows = [dataset.rows(part) for part in parts]
-    return tuple(dataclasses.replace(dataset, images=x, labels=y) for x, y in rows)
+        return Subset(dataset, numbers)
+    images, labels = dataset.rows(numbers)
+    return dataclasses.replace(dataset, images=images, labels=labels)
 
 
 def opened(
@@ -477,12 +579,25 @@ def opened(
     fill: str | None = None,
     like: Columns | None = None,
 ) -> Any:
-    """One part of what `odyssey train --dataset NAME --data-dir PATH` names.
+    """Opens one part of the data set of `odyssey train --dataset NAME --data-dir PATH`.
 
-    PATH is a file, of which a tenth is for the test, or a folder with `train` and `test` (train.csv
-    and so on); a text is one file. size: of pictures. target, normalize, drop_columns (with
-    commas), fill: of a table, whose training part decides; like: of a table of that, which goes
-    before them. length: of stretches of text.
+    Args:
+        name: the name of a known data set, or the format of the user's own: "text", "csv", "npz"
+            or "image-folder".
+        path: a file, of which a tenth is for the test, or a folder with `train` and `test`
+            (train.csv and test.csv, for example). A text is one file.
+        train: True for the training part, False for the test part.
+        size: the size of images in pixels.
+        target: the name of the target column of a table. None is the last column.
+        length: the number of tokens in a sample of text.
+        normalize: normalize the columns of a table. Its training part decides the numbers.
+        drop_columns: names of columns of a table to leave out, separated by commas.
+        fill: see `csv`.
+        like: the columns of the training table, instead of `normalize`, `drop_columns` and `fill`.
+
+    Raises:
+        ConfigError: a setting is wrong, or the path is missing.
+        DataError: a file cannot be read or doesn't fit.
     """
     if name in DATASETS:
         return load(name, train=train, data_dir=path)
@@ -494,37 +609,75 @@ def opened(
         )
     if name == "text":
         return text(path, length=length, train=train)
-    ending = "" if name == "image-folder" else f".{name}"
-    parts = path / f"train{ending}", path / f"test{ending}"
-    needs_split = not parts[0].exists()
-    part_path = path if needs_split else parts[0 if train else 1]
-    if name == "csv":
-        dropped = [] if drop_columns is None else [name.strip() for name in drop_columns.split(",")]
-        options = {"normalize": normalize, "drop_columns": dropped, "fill": fill}
-        if not needs_split and not train and like is None:
-            like = csv(parts[0], target, words=False, **options).columns
-        if like is not None:
-            options = {"like": like}
-        table = Table(part_path)
-        training = _parts(len(table.lines))[0] if needs_split else slice(None)
-        dataset: Any = csv(table, target, words=needs_split, training=training, **options)
-    else:
-        dataset = npz(part_path) if name == "npz" else ImageFolder(part_path, size)
-        # numbers (N,), for an output (N, 1)
-        if name == "npz" and not dataset.classes and np.ndim(dataset.labels) == 1:
-            dataset = dataclasses.replace(dataset, labels=dataset.labels[:, None])
-        # bytes are pixels, as a folder's are
-        if name == "npz" and dataset.normalised and dataset.images.dtype == np.uint8:
-            scale = np.full_like(dataset.scale, 1 / 127.5)
-            dataset = dataclasses.replace(dataset, scale=scale, shift=np.full_like(scale, -1))
+    suffix = "" if name == "image-folder" else f".{name}"
+    train_path = path / f"train{suffix}"
+    test_path = path / f"test{suffix}"
+    needs_split = not train_path.exists()
     if needs_split:
-        return split(dataset)[0 if train else 1]
+        part_path = path
+    else:
+        part_path = train_path if train else test_path
+    dataset: Any
+    if name == "csv":
+        dropped = [] if drop_columns is None else [c.strip() for c in drop_columns.split(",")]
+        options = {"normalize": normalize, "drop_columns": dropped, "fill": fill}
+        learn_from = None if needs_split or train else train_path
+        dataset = _open_table(part_path, needs_split, learn_from, target, like, options)
+    elif name == "npz":
+        dataset = _adapt_npz(npz(part_path))
+    else:
+        dataset = ImageFolder(part_path, size)
+    if needs_split:
+        training_part, test_part = split(dataset)
+        return training_part if train else test_part
     if (
         name == "image-folder"
         and not train
-        and dataset.classes != ImageFolder(parts[0], size).classes
+        and dataset.classes != ImageFolder(train_path, size).classes
     ):
         raise DataError(
-            f"{part_path} has other folders than {parts[0]}; the classes must be the same"
+            f"{part_path} has other folders than {train_path}; the classes must be the same"
         )
+    return dataset
+
+
+def _open_table(
+    path: Path,
+    needs_split: bool,
+    learn_from: Path | None,
+    target: str | None,
+    like: Columns | None,
+    options: dict[str, Any],
+) -> ArrayDataset:
+    """Opens a table for `odyssey train`.
+
+    Args:
+        path: the table.
+        needs_split: the table holds both parts, which the caller separates afterwards.
+        learn_from: the table of the training part, if `path` is only the test part.
+        target: the name of the target column.
+        like: the columns of the training part, if they are known.
+        options: the arguments of `csv` for the training part.
+    """
+    if learn_from is not None and like is None:
+        like = csv(learn_from, target, words=False, **options).columns
+    if like is not None:
+        options = {"like": like}
+    table = Table(path)
+    # Means and fill values depend on the training rows only.
+    training_rows: Any = slice(None)
+    if needs_split:
+        training_rows, _ = _split_numbers(len(table.lines))
+    return csv(table, target, words=needs_split, training=training_rows, **options)
+
+
+def _adapt_npz(dataset: ArrayDataset) -> ArrayDataset:
+    """Adapts the arrays of an .npz file to the models of `odyssey train`."""
+    # Targets (N,) that are numbers become (N, 1), the shape of a model's output.
+    if not dataset.classes and np.ndim(dataset.labels) == 1:
+        dataset = dataclasses.replace(dataset, labels=dataset.labels[:, None])
+    # Bytes are pixels: 0..255 becomes -1..1, as in an ImageFolder.
+    if dataset.normalised and dataset.images.dtype == np.uint8:
+        scale = np.full_like(dataset.scale, 1 / 127.5)
+        dataset = dataclasses.replace(dataset, scale=scale, shift=np.full_like(scale, -1))
     return dataset

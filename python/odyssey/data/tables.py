@@ -1,7 +1,7 @@
-"""Tables: CSV files as data sets of numbers, and how their columns become them.
+"""Tables: CSV files as data sets of numbers, and the rules that convert their columns.
 
-What is learnt of a training part (categories, means) is kept in checkpoints and holds for every
-table after it.
+The rules (categories, means) are learnt from the training part. Checkpoints hold them, and they
+apply to every later table.
 """
 
 from __future__ import annotations
@@ -22,15 +22,21 @@ import numpy as np
 from odyssey.data.datasets import ArrayDataset, arrays
 from odyssey.errors import ConfigError, DataError, printable
 
-MISSING = ("", "na", "n/a", "nan", "null")  # fields that say that a number is missing, in any case
+MISSING = ("", "na", "n/a", "nan", "null")  # fields, in lower case, that mean a missing number
 MAX_CATEGORIES = 256  # of a column of texts
-LARGE = 100.0  # a column of larger numbers is warned of
+LARGE = 100.0  # columns with larger numbers cause a warning
 
 
 class Table:
-    """The columns of a CSV file, as texts. path: "-" is standard input. header: names. lines:
-    those that are not empty, each with its number in the file. Raises DataError: it cannot be
-    read, has no lines, two columns of a name, or a line of another length.
+    """The columns of a CSV file, as strings.
+
+    Attributes:
+        path: the path as messages print it. The path "-" reads standard input.
+        header: the names of the columns.
+        lines: (number in the file, fields) of each line below the header that is not empty.
+
+    Raises DataError if the file cannot be read, has no lines of numbers, has two columns of the
+    same name, or a line with another number of fields than the header.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -42,7 +48,7 @@ class Table:
                 if str(path) == "-"
                 else Path(path).open(**open_options) as file
             ):
-                self.header, self.lines = _parsed(file)
+                self.header, self.lines = _parse_csv(file)
         except (OSError, UnicodeDecodeError, tables.Error) as problem:
             reason = getattr(problem, "strerror", None) or problem
             raise DataError(
@@ -53,22 +59,24 @@ class Table:
             raise DataError(
                 f"{self.path} has no lines of numbers below a line with the names of columns"
             )
+        # The names 0, 1, 2, ... are allowed: pandas writes them for columns without a name.
         if header != [str(i) for i in range(len(header))] and all(
-            _number(name) is not None for name in header
+            _parse_number(name) is not None for name in header
         ):
             first = ", ".join(header[:4])
             raise DataError(
                 f"{self.path} begins with numbers ({first}); put a line with names of columns first"
             )
-        if twice := next((name for name in header if header.count(name) > 1), None):
-            raise DataError(f"{self.path} has two columns {twice!r}; rename one")
-        if wrong := next((number for number, line in self.lines if len(line) != len(header)), None):
-            raise DataError(
-                f"{self.path}, line {wrong}: {len(header)} fields expected, as in the header"
-            )
+        if duplicate := next((name for name in header if header.count(name) > 1), None):
+            raise DataError(f"{self.path} has two columns {duplicate!r}; rename one")
+        for number, fields in self.lines:
+            if len(fields) != len(header):
+                raise DataError(
+                    f"{self.path}, line {number}: {len(header)} fields expected, as in the header"
+                )
 
     def column(self, name: str) -> list[str]:
-        """The fields of a column. Raises DataError: there is none of this name."""
+        """Returns the fields of a column. Raises DataError if there is no such column."""
         if name not in self.header:
             raise DataError(
                 f"{self.path} has no column {name!r}; its columns are {', '.join(self.header)}"
@@ -77,21 +85,30 @@ class Table:
         return [line[index].strip() for _, line in self.lines]
 
     def place(self, row: int, name: str) -> str:
-        """Where a field stands, for messages."""
+        """Returns the place of a field in the file, for messages."""
         return f"{self.path}, line {self.lines[row][0]}, column {name}"
 
     def numbers(self, name: str, fill: float | None = None, target: bool = False) -> np.ndarray:
-        """A column as float64 (N,), `fill` for what is missing; a target has none.
+        """Returns a column as float64 (N,).
 
-        Raises DataError: a field is no finite number.
+        Args:
+            name: the name of the column.
+            fill: replaces missing numbers. None allows no missing number.
+            target: the column is a target. Messages then don't advise to fill or drop it.
+
+        Raises:
+            DataError: there is no such column, or a field is not a finite number.
         """
         fields = self.column(name)
-        values = np.array([_number(field) for field in fields], np.float64)  # None: NaN
+        # np.array converts None, a field that is not a number, to NaN.
+        values = np.array([_parse_number(field) for field in fields], np.float64)
         missing = np.array([field.lower() in MISSING for field in fields])
         if fill is not None:
             values[missing] = fill
-        if (wrong := np.flatnonzero(~np.isfinite(values))).size:
-            row = int(next((i for i in wrong if not fields[i]), wrong[0]))
+        wrong_rows = np.flatnonzero(~np.isfinite(values))
+        if wrong_rows.size:
+            # The message names an empty field, if there is one: users recognize it at once.
+            row = int(next((i for i in wrong_rows if not fields[i]), wrong_rows[0]))
             fault = f"{self.place(row, name)}: {fields[row]!r} is no finite number"
             if target:
                 raise DataError(f"{fault}; write it as a number, or leave the line out")
@@ -105,20 +122,23 @@ class Table:
         return values
 
 
-def _parsed(file: TextIO) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """The names of columns, and the numbered lines that are not empty.
+def _parse_csv(file: TextIO) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """Returns the names of columns, and (number, fields) of each later line that is not empty.
 
-    Raises csv.Error for a quote that stays open.
+    The delimiter is the one of comma, semicolon and tab that the header has most of. Raises
+    csv.Error for a quote that stays open.
     """
     rows = file.readlines() or [""]
-    delimiter = max(",;\t", key=re.sub('"[^"]*"', "", rows[0]).count)
+    header_without_quoted = re.sub('"[^"]*"', "", rows[0])
+    delimiter = max(",;\t", key=header_without_quoted.count)
     reader = tables.reader(rows, strict=True, delimiter=delimiter)
-    return [name.strip() for name in next(reader)], [
-        (reader.line_num, line) for line in reader if line
-    ]
+    header = [name.strip() for name in next(reader)]
+    lines = [(reader.line_num, fields) for fields in reader if fields]
+    return header, lines
 
 
-def _number(field: str) -> float | None:
+def _parse_number(field: str) -> float | None:
+    """Returns the number in a field, or None if it holds no number."""
     try:
         return float(field)
     except ValueError:
@@ -126,24 +146,30 @@ def _number(field: str) -> float | None:
 
 
 def _is_text(fields: Sequence[str]) -> bool:
-    """Returns whether a column is of words: no field that is there is a number, with a decimal
-    comma or without.
+    """Tells whether a column holds words: it isn't empty, and none of its fields is a number.
+
+    A field with commas, such as "1,5" or "1,000", counts as a number.
     """
     filled_fields = [field for field in fields if field]
     return bool(filled_fields) and all(
-        _number(field.replace(",", "")) is None for field in filled_fields
+        _parse_number(field.replace(",", "")) is None for field in filled_fields
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """How the columns of a table become the numbers of a sample, as was learnt of the training
-    part.
+    """The rules that convert the columns of a table to the numbers of a sample.
 
-    names: of the columns, in order. categories: texts that a column of text may have; it becomes a
-    number for each, 1 for the one that it is and else 0. fill: what stands for a missing number;
-    all are 0 for a missing text. mean, std: of a column of numbers that is normalised, which stands
-    for (number - mean) / std.
+    They are learnt from the training part.
+
+    Attributes:
+        names: the names of the columns, in order.
+        categories: the texts that a column of text may have. The column becomes a number for each
+            of them: 1 for the text of the row, 0 for the others (one-hot).
+        fill: the number that replaces a missing one. If a column of text is in it, a missing text
+            is allowed, and all its numbers are 0.
+        mean: the mean of a column of numbers that is normalised to (number - mean) / std.
+        std: see `mean`.
     """
 
     names: tuple[str, ...]
@@ -161,81 +187,100 @@ class Columns:
         fill: str | float | None,
         normalize: bool,
     ) -> Columns:
-        """Makes them for those columns of a table; means and deviations are of its rows
-        `training`, (n,) or a slice.
+        """Learns the rules from the columns `names` of a table.
+
+        Args:
+            table: the table of the training part, or of both parts.
+            names: the names of the columns that are used.
+            training: the training rows, numbers (n,) or a slice. Means and deviations depend only
+                on them. Categories are those of the whole table.
+            fill: "mean", a number, or None. See `csv`.
+            normalize: learn a mean and a deviation of each column of numbers.
+
+        Raises:
+            ConfigError: `fill` is neither "mean" nor a finite number.
+            DataError: a column has too many categories, a field that is not a number, or no number.
         """
-        number = None if fill in (None, "mean") else _number(str(fill))
-        if fill not in (None, "mean") and (number is None or not math.isfinite(number)):
+        fill_number = None if fill in (None, "mean") else _parse_number(str(fill))
+        if fill not in (None, "mean") and (fill_number is None or not math.isfinite(fill_number)):
             raise ConfigError(f"[data] fill is {fill!r}; give 'mean' or a finite number")
-        learnt_columns = cls(tuple(names), {}, {}, {}, {})
+        learnt_columns = cls(tuple(names), categories={}, fill={}, mean={}, std={})
         for name in names:
             fields = table.column(name)
             if _is_text(fields):
-                learnt_columns.categories[name] = sorted({field for field in fields if field})
-                if len(learnt_columns.categories[name]) > MAX_CATEGORIES:
-                    count = f"{len(learnt_columns.categories[name]):,} different texts"
+                categories = sorted({field for field in fields if field})
+                learnt_columns.categories[name] = categories
+                if len(categories) > MAX_CATEGORIES:
+                    count = f"{len(categories):,} different texts"
                     raise DataError(
                         f"{table.path}, column {name}: {count}, and at most {MAX_CATEGORIES} "
-                        "become "
-                        "categories; leave the column "
-                        f"out (--drop-columns {shlex.quote(name)}, drop_columns=)"
+                        "become categories; leave the column out (--drop-columns "
+                        f"{shlex.quote(name)}, drop_columns=)"
                     )
-                learnt_columns.fill.update({name: 0.0} if fill is not None else {})
+                if fill is not None:
+                    learnt_columns.fill[name] = 0.0
                 continue
             if fill is not None:
-                values = np.array([_number(field) for field in fields], np.float64)[training]
+                values = np.array([_parse_number(field) for field in fields], np.float64)[training]
                 finite_values = values[np.isfinite(values)]
-                if number is None and not finite_values.size:
+                if fill_number is None and not finite_values.size:
                     raise DataError(
                         f"{table.path}, column {name} has no number to fill with; leave the "
                         "column out"
                     )
                 learnt_columns.fill[name] = (
-                    float(finite_values.mean()) if number is None else number
+                    float(finite_values.mean()) if fill_number is None else fill_number
                 )
             if normalize:
                 values = table.numbers(name, learnt_columns.fill.get(name))[training]
                 learnt_columns.mean[name] = float(values.mean())
+                # A constant column has the deviation 0. It becomes 0, instead of a division by 0.
                 learnt_columns.std[name] = float(values.std()) or 1.0
         return learnt_columns
 
     @property
     def saved(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps, as JSON values; of_saved() is the inverse."""
+        """The rules as JSON values, for a checkpoint. of_saved() is the inverse."""
         return dataclasses.asdict(self)
 
     @classmethod
     def of_saved(cls, saved: Mapping[str, Any] | None, columns: Sequence[str]) -> Columns:
-        """Returns what a checkpoint has kept; of an older one only the names of `columns`."""
+        """Restores the rules of a checkpoint.
+
+        saved: see `saved`. An older checkpoint has none: its columns are numbers without rules.
+        columns: the names of the columns.
+        """
         return cls(**{**(saved or {}), "names": tuple(columns)})
 
     @property
     def features(self) -> list[str]:
         """The name of each number of a sample: "area", "city=Paris"."""
-        names_per_column = (
-            [f"{n}={c}" for c in self.categories[n]] if n in self.categories else [n]
-            for n in self.names
-        )
-        return [name for names in names_per_column for name in names]
+        features: list[str] = []
+        for name in self.names:
+            if name in self.categories:
+                features += [f"{name}={category}" for category in self.categories[name]]
+            else:
+                features.append(name)
+        return features
 
     @property
     def scaling(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Mean and deviation of each number of a sample, (F,) float32; 0 and 1 where not
-        normalised; None: none is.
+        """The mean and the deviation of each number of a sample, two arrays (F,) float32.
+
+        They are 0 and 1 for numbers that are not normalised. None if no column is normalised.
         """
         if not self.mean:
             return None
-        mean, std = (
-            [of.get(n, usual) for n in self.features]
-            for of, usual in ((self.mean, 0.0), (self.std, 1.0))
-        )
-        return np.array(mean, np.float32), np.array(std, np.float32)
+        features = self.features
+        mean = np.array([self.mean.get(name, 0.0) for name in features], np.float32)
+        std = np.array([self.std.get(name, 1.0) for name in features], np.float32)
+        return mean, std
 
     def samples(self, table: Table) -> np.ndarray:
-        """The rows of a table as samples (N, F) float32.
+        """Converts the rows of a table to samples (N, F) float32.
 
-        Raises DataError: a column is missing, a number is missing or none, or a text is none of the
-        known ones.
+        Raises DataError if a column is missing, a field is not a number, or a text is not one of
+        the categories.
         """
         parts: list[np.ndarray] = []
         for name in self.names:
@@ -245,29 +290,22 @@ class Columns:
                 continue
             fields = table.column(name)
             categories = self.categories[name]
-            wrong = next(
-                (
-                    i
-                    for i, f in enumerate(fields)
-                    if f not in categories and (f or name not in self.fill)
-                ),
-                None,
-            )
-            if wrong is not None:
+            missing_is_allowed = name in self.fill
+            for row, field in enumerate(fields):
+                if field in categories or (not field and missing_is_allowed):
+                    continue
                 examples = ", ".join(categories[:8]) + ", ..." * (len(categories) > 8)
-                fault = f"{fields[wrong]!r} is unknown" if fields[wrong] else "a text is missing"
+                fault = f"{field!r} is unknown" if field else "a text is missing"
                 raise DataError(
-                    f"{table.place(wrong, name)}: {fault}; the training had {examples}; correct "
-                    "it, "
-                    "leave the line out, or "
-                    "train with it"
+                    f"{table.place(row, name)}: {fault}; the training had {examples}; correct "
+                    "it, leave the line out, or train with it"
                 )
             parts += [
                 np.array([field == category for field in fields], np.float64)
                 for category in categories
             ]
-        with np.errstate(over="ignore"):  # infinity, which a data set refuses
-            return np.stack(parts, 1).astype(np.float32)
+        with np.errstate(over="ignore"):  # becomes infinity, which a data set refuses
+            return np.stack(parts, axis=1).astype(np.float32)
 
 
 def csv(
@@ -282,30 +320,40 @@ def csv(
     like: ArrayDataset | Columns | None = None,
     training: Any = slice(None),
 ) -> ArrayDataset:
-    """A table of numbers with a header: samples (N, F) float32 of all columns but the targets.
+    """Reads a table with a header as samples (N, F) float32 of all columns but the targets.
 
-    Fields are separated by what the header has most of: commas, semicolons or tabs. A column of
-    texts becomes a number for each of them (one-hot). target: name of a column, or names; default
-    the last one. One column of whole numbers from 0, or of words, is
-        classes (words in sorted order); anything else becomes float32, (N, T) for T names.
-    classes: False: whole numbers are no classes, such as prices. words: False: words are none, as
-        another file may have other ones.
-    normalize: numbers become (number - mean) / standard deviation, of their column. drop_columns:
-    are left out. fill: what stands for a missing number: a number, or "mean", of its column. like:
-    the data set of the training part, whose columns, texts, means and deviations hold here too.
-    training: rows of which means and deviations are taken, numbers (n,) or a slice; default all.
-    Raises DataError for a missing column, a line of another length, a field that is no finite
-    number, a text that is none of `like`; ConfigError for a wrong `fill`, or where `like` decides
-    what is given.
+    Fields are separated by commas, semicolons or tabs: the one that the header has most of. A
+    column of texts becomes a number for each different text (one-hot).
+
+    Args:
+        path: the CSV file, or a Table that was read.
+        target: the name of the target column, or names. None is the last column. One column of
+            whole numbers from 0, or of words, becomes classes (words in sorted order). Anything
+            else becomes float32, (N, T) for T names.
+        classes: False if whole numbers are no classes, for example prices.
+        words: False if words are no classes, because another file may have other words.
+        normalize: convert the numbers of a column to (number - mean) / standard deviation.
+        drop_columns: names of columns to leave out.
+        fill: replaces missing numbers: a number, or "mean" for the mean of the column.
+        like: the data set of the training part. Its columns, texts, means and deviations apply.
+        training: the rows that means and deviations depend on, numbers (n,) or a slice.
+
+    Raises:
+        DataError: a missing column, a line of another length, a field that is not a finite number,
+            or a text that `like` doesn't have.
+        ConfigError: a wrong `fill`, or a setting that `like` decides.
     """
     table = path if isinstance(path, Table) else Table(path)
     header = table.header
-    target_names = (
-        [header[-1]] if target is None else [target] if isinstance(target, str) else list(target)
-    )
-    fields = [table.column(name) for name in target_names][0]
+    if target is None:
+        target_names = [header[-1]]
+    else:
+        target_names = [target] if isinstance(target, str) else list(target)
+    # All columns are looked up, so that a missing one raises an error.
+    target_fields = [table.column(name) for name in target_names]
+    first_target_fields = target_fields[0]
     for name in drop_columns:
-        table.column(name)  # which refuses one that is not there
+        table.column(name)  # raises an error if it is missing
         if name in target_names:
             raise ConfigError(
                 f"[data] drop_columns names {name!r}, which is the target; leave it out"
@@ -320,26 +368,33 @@ def csv(
         raise ConfigError(
             "[data] normalize, drop_columns and fill are those of like=; leave them out"
         )
-    x = columns.samples(table)
+    samples = columns.samples(table)
     class_names = ()
-    name = Path(table.path).name
+    file_name = Path(table.path).name
     if len(target_names) > 1:
-        dataset = arrays(
-            x, np.stack([table.numbers(name, target=True) for name in target_names], 1), name=name
-        )
-    elif classes and all(field.isdecimal() for field in fields):
-        dataset = arrays(x, np.array([int(field) for field in fields]), name=name)
-    elif classes and words and all(field and _number(field) is None for field in fields):
-        class_names, labels = np.unique(fields, return_inverse=True)
-        dataset = arrays(x, labels, classes=len(class_names), name=name)
+        targets = np.stack([table.numbers(name, target=True) for name in target_names], axis=1)
+        dataset = arrays(samples, targets, name=file_name)
+    elif classes and all(field.isdecimal() for field in first_target_fields):
+        labels = np.array([int(field) for field in first_target_fields])
+        dataset = arrays(samples, labels, name=file_name)
+    elif (
+        classes
+        and words
+        and all(field and _parse_number(field) is None for field in first_target_fields)
+    ):
+        class_names, labels = np.unique(first_target_fields, return_inverse=True)
+        dataset = arrays(samples, labels, classes=len(class_names), name=file_name)
     else:
-        dataset = arrays(x, table.numbers(target_names[0], target=True)[:, None], name=name)
+        targets = table.numbers(target_names[0], target=True)[:, None]
+        dataset = arrays(samples, targets, name=file_name)
     return dataclasses.replace(dataset, columns=columns, class_names=tuple(map(str, class_names)))
 
 
 def notes(data: Any) -> list[str]:
-    """Returns what a user wants to know of a table's columns, a line each: which are texts, and
-    that some are large.
+    """Returns notes for the user on the columns of a table, a line each.
+
+    They list the columns of text, and warn of columns with large numbers. Other data sets have no
+    notes.
     """
     columns = getattr(data, "columns", None)
     if not isinstance(columns, Columns):
@@ -349,15 +404,17 @@ def notes(data: Any) -> list[str]:
         f"{', '.join(categories[:4])}{', ...' * (len(categories) > 4)}"
         for name, categories in columns.categories.items()
     ]
-    sizes = np.sqrt(np.mean(np.square(data.images, dtype=np.float64), 0))
-    large = int(np.argmax(sizes))
-    if sizes[large] > LARGE:
+    # The root mean square of each number of a sample.
+    sizes = np.sqrt(np.mean(np.square(data.images, dtype=np.float64), axis=0))
+    largest = int(np.argmax(sizes))
+    if sizes[largest] > LARGE:
         count = int((sizes > LARGE).sum())
-        column_label = f"column {columns.features[large]}" + f" and {count - 1} more" * (count > 1)
+        column_label = f"column {columns.features[largest]}"
+        if count > 1:
+            column_label += f" and {count - 1} more"
         warning = (
-            f"{column_label}: numbers of about {sizes[large]:,.0f}, and above {LARGE:g} training "
-            "is "
-            "slow or fails"
+            f"{column_label}: numbers of about {sizes[largest]:,.0f}, and above {LARGE:g} training "
+            "is slow or fails"
         )
         lines.append(f"{warning}; give --normalize")
     return lines

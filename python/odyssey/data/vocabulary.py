@@ -1,5 +1,6 @@
-"""Vocabulary: text to token ids and back, also from a checkpoint that a training with them has
-written.
+"""The vocabulary: it converts text to token ids and back.
+
+Checkpoints of language models hold it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,16 @@ from odyssey.errors import ConfigError, DataError
 
 
 class Vocabulary(list[str]):
-    """The text of each id, in their order: characters, or the words of a tokenizer.
+    """The text of each token id, in their order: characters, or the words of a tokenizer.
 
-    tokenizer: the content of a tokenizer.json of the package tokenizers; "": `words` are
-    characters, sorted. name: what messages call that. Raises ConfigError if tokenizers is missing;
-    DataError for content that it does not read.
+    Args:
+        words: the characters, sorted, if there is no tokenizer.
+        tokenizer: the content of a tokenizer.json of the package tokenizers, or "".
+        name: the name of the tokenizer in messages.
+
+    Raises:
+        ConfigError: the package tokenizers is missing.
+        DataError: the package cannot read the content.
     """
 
     def __init__(
@@ -29,7 +35,7 @@ class Vocabulary(list[str]):
         self.tokenizer = tokenizer
         self._tokenizer = None
         if tokenizer:
-            self._tokenizer = _tokenizer(tokenizer, name)
+            self._tokenizer = _load_tokenizer(tokenizer, name)
             ids_by_word = self._tokenizer.get_vocab()
             words = [""] * (max(ids_by_word.values()) + 1)
             for word, number in ids_by_word.items():
@@ -37,7 +43,7 @@ class Vocabulary(list[str]):
         super().__init__(words)
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of a text, int32 (N,).
+        """Returns the ids of a text, int32 (N,).
 
         Raises DataError for a character that is not in the vocabulary.
         """
@@ -45,32 +51,36 @@ class Vocabulary(list[str]):
             return np.array(self._tokenizer.encode(text).ids, np.int32)
         points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         alphabet = np.frombuffer("".join(self).encode("utf-32-le"), np.uint32)  # sorted
+        # The id of a known character is its index. An unknown one gets the index, up to the length,
+        # where it would be inserted, and another character is there.
         ids = np.searchsorted(alphabet, points)
-        if (wrong := np.flatnonzero(alphabet[np.minimum(ids, len(alphabet) - 1)] != points)).size:
+        is_unknown = alphabet[np.minimum(ids, len(alphabet) - 1)] != points
+        if is_unknown.any():
+            index = np.flatnonzero(is_unknown)[0]
             raise DataError(
-                f"[data] character {wrong[0]} of the text is {text[wrong[0]]!r}, which is not "
-                f"among the {len(self)} of "
-                "the vocabulary; leave it out"
+                f"[data] character {index} of the text is {text[index]!r}, which is not "
+                f"among the {len(self)} of the vocabulary; leave it out"
             )
         return ids.astype(np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids."""
+        """Returns the text of ids."""
         numbers = [int(i) for i in ids]
-        return (
-            "".join(self[i] for i in numbers)
-            if self._tokenizer is None
-            else self._tokenizer.decode(numbers)
-        )
+        if self._tokenizer is not None:
+            return self._tokenizer.decode(numbers)
+        return "".join(self[i] for i in numbers)
 
     @property
     def saved(self) -> dict[str, str]:
-        """It as JSON, for a checkpoint."""
+        """The vocabulary as JSON values, for a checkpoint. `restored` is the inverse."""
         return {"tokenizer": self.tokenizer} if self.tokenizer else {"characters": "".join(self)}
 
     @classmethod
     def of_checkpoint(cls, path: str | Path) -> Vocabulary:
-        """That of a training on text, from a checkpoint's folder; DataError if there is none."""
+        """Returns the vocabulary of a checkpoint of a training run on text.
+
+        path: the folder of the checkpoint. Raises DataError if it holds no vocabulary.
+        """
         try:
             content = parse_json((Path(path) / "manifest.json").read_bytes(), "manifest.json")
             saved = dict(content["values"]["configuration"]["vocabulary"])
@@ -83,13 +93,17 @@ class Vocabulary(list[str]):
 
     @classmethod
     def restored(cls, saved: dict[str, str], path: str) -> Vocabulary:
-        """Returns what `saved` was, of a checkpoint at `path`."""
+        """Returns the vocabulary that `saved` describes. path: its checkpoint, for messages."""
         return cls(
             saved.get("characters", ""), saved.get("tokenizer", ""), f"the tokenizer in {path}"
         )
 
 
-def _tokenizer(content: str, name: str) -> Any:
+def _load_tokenizer(content: str, name: str) -> Any:
+    """Returns the tokenizer of a tokenizer.json.
+
+    Raises ConfigError if the package tokenizers is missing, DataError if it cannot read the file.
+    """
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -98,7 +112,7 @@ def _tokenizer(content: str, name: str) -> Any:
         ) from None
     try:
         return Tokenizer.from_str(content)
-    except Exception as problem:  # its own class
+    except Exception as problem:  # tokenizers raises Exception itself
         raise DataError(
             f"{name} cannot be read as a tokenizer ({problem}); give a tokenizer.json"
         ) from None

@@ -1,10 +1,14 @@
-"""Processes that prepare samples ahead: started afresh (not forked, which MPI does not allow),
-ended with the run.
+"""Processes that prepare samples ahead.
 
-A process is sent the data set and its transforms once, then (epoch, numbers of samples), and sends
-back arrays, through a pair of sockets. It ends when its socket does, so also when this process is
-killed. Nothing lies in shared memory or in files. What is not in a module that can be imported, as
-a lambda, cannot be sent.
+They are started, not forked, because MPI doesn't allow forks. The protocol, over a pair of sockets:
+
+1. This process sends the preparation of Python's `multiprocessing`, then the pickled `Reader`.
+2. It sends (epoch, numbers of samples) for each request.
+3. The worker answers each request with (samples and targets, None) or (None, problem), in order.
+
+A worker ends when its socket is closed, so also when this process is killed. Nothing is in shared
+memory or in files. Objects that are not in a module that can be imported, such as a lambda, cannot
+be sent.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 _MAIN = b"__main__"
-#: What tells a process that it is a rank: a worker is none.
+#: Prefixes of the environment variables of a rank. A worker isn't a rank, so it gets none of them.
 _RANKS = (
     "PMI",
     "PMIX",
@@ -45,13 +49,13 @@ _RANKS = (
     "ODYSSEY_",
 )
 _CODE = "import sys; sys.path[:] = {path!r}; from odyssey.data.workers import main; main({socket})"
-importing = False  # this process is a worker that imports the program it works for
+importing = False  # True while this process, a worker, imports the program it works for
 
 
 class Workers:
-    """So many processes that read for one Reader.
+    """A number of processes that read samples for one Reader.
 
-    Batch k is prepared by process k modulo their number. Raises ConfigError: the data set or a
+    Batch k is prepared by process k modulo their number. Raises ConfigError if the data set or a
     transform cannot be sent to another process.
     """
 
@@ -70,10 +74,10 @@ class Workers:
         except Exception as problem:
             raise ConfigError(
                 f"{request}, which cannot be done: {problem}; define functions and classes at the "
-                "top of a module (no "
-                "lambda, nothing that is open), or use num_workers=0"
+                "top of a module (no lambda, nothing that is open), or use num_workers=0"
             ) from None
-        if _MAIN not in payload:  # then the program need not be imported again
+        if _MAIN not in payload:
+            # Nothing in the pickle is of the program itself, so workers need not import it.
             preparation = {
                 key: value for key, value in preparation.items() if not key.startswith("init_main")
             }
@@ -82,14 +86,16 @@ class Workers:
         self._received = [0] * count
         self._links = []
         self._processes = []
-        self._end = weakref.finalize(self, _end, self._links, self._processes)
+        # Ends the processes when this object is freed, or at the exit of Python.
+        self._end = weakref.finalize(self, _end_processes, self._links, self._processes)
         for _ in range(count):
-            self._start()
+            self._start_process()
         for link in self._links:
             link.send(preparation)
             link.send_bytes(payload)
 
-    def _start(self) -> None:
+    def _start_process(self) -> None:
+        """Starts one process, which waits for its preparation."""
         from multiprocessing.connection import Connection
 
         parent_socket, worker_socket = socket.socketpair()
@@ -114,19 +120,25 @@ class Workers:
 
     @property
     def idle(self) -> bool:
-        """Returns whether all that was asked for was received."""
+        """Tells whether all requests were answered, and the processes are not closed."""
         return self._sent == self._received and self._end.alive
 
     def ask(self, batch: int, epoch: int, numbers: np.ndarray) -> None:
-        """Has the samples of batch number `batch` prepared."""
-        self._sent[batch % len(self)] += 1
-        with contextlib.suppress(OSError):  # it has ended: `get` finds out how
-            self._links[batch % len(self)].send((epoch, numbers))
+        """Requests the samples `numbers` as batch number `batch`."""
+        worker_index = batch % len(self)
+        self._sent[worker_index] += 1
+        # If the process has ended, `get` reports how.
+        with contextlib.suppress(OSError):
+            self._links[worker_index].send((epoch, numbers))
 
     def get(self, batch: int) -> Any:
-        """Returns what `ask` asked for, in the same order for each process: trees of arrays,
-        samples and targets. Raises OdysseyError: what the process has raised. DataError:
-        something else was raised, or it has ended.
+        """Returns samples and targets, trees of arrays, that `ask` has requested.
+
+        For each process, batches must be got in the order of the requests.
+
+        Raises:
+            OdysseyError: the worker raised this error.
+            DataError: the worker raised another error, or has ended.
         """
         worker_index = batch % len(self)
         try:
@@ -136,9 +148,8 @@ class Workers:
             exit_status = f"signal {-code}" if code < 0 else f"exit code {code}"
             raise DataError(
                 f"[data] a worker process of {self.name} has ended ({exit_status}) before its "
-                "batch was "
-                "ready; look "
-                "at what it printed, give it more memory, or use num_workers=0"
+                "batch was ready; look at what it printed, give it more memory, or use "
+                "num_workers=0"
             ) from None
         self._received[worker_index] += 1
         if problem is None:
@@ -152,22 +163,23 @@ class Workers:
 
 
 class _InWorker(Exception):
-    """Where in a worker an error was raised, for Python to show."""
+    """The cause of an error of a worker. Python prints it with the traceback in the worker."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
-def _end(links: list[Connection], processes: list[subprocess.Popen[bytes]]) -> None:
+def _end_processes(links: list[Connection], processes: list[subprocess.Popen[bytes]]) -> None:
+    """Closes the sockets and waits for the processes. It kills those that don't end in a second."""
     for link in links:
+        # A thread may be waiting for the socket. Closing doesn't wake it, a shutdown does.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(link.fileno())) as end:
-            # a thread may be waiting at the link: closing alone would tell nobody
             end.shutdown(socket.SHUT_RDWR)
         link.close()
     for process in processes:
         try:
-            process.wait(1)
-        except subprocess.TimeoutExpired:  # in the middle of a sample
+            process.wait(timeout=1)
+        except subprocess.TimeoutExpired:  # it is in the middle of a sample
             process.kill()
             process.wait()
 
@@ -176,11 +188,16 @@ def _end(links: list[Connection], processes: list[subprocess.Popen[bytes]]) -> N
 
 
 def main(number: int) -> None:
-    """A worker's work, through the socket with this number of a file."""
+    """Runs a worker until its socket is closed.
+
+    If the reader cannot be loaded, each request is answered with the problem.
+
+    number: the file descriptor of the socket.
+    """
     from multiprocessing.connection import Connection
     from multiprocessing.reduction import ForkingPickler
 
-    # Ctrl-C is for the process that this one works for
+    # Ctrl-C is for the process that this one works for. It ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     link = Connection(number)
     reader: Any = None
@@ -191,7 +208,7 @@ def main(number: int) -> None:
     except (EOFError, OSError):
         return
     try:
-        _prepare(preparation)
+        _prepare_process(preparation)
         reader = ForkingPickler.loads(payload)
     except BaseException as error:
         problem = _describe_error(error, prepared=False)
@@ -217,7 +234,10 @@ def main(number: int) -> None:
 
 
 def _listen(link: Connection, requests: queue.SimpleQueue[Any]) -> None:
-    """Ends this process with the one it works for, also in the middle of a sample."""
+    """Queues requests, and ends this process when the socket is closed.
+
+    It runs on a thread, so that the process also ends in the middle of a sample.
+    """
     try:
         while True:
             requests.put(link.recv())
@@ -225,7 +245,8 @@ def _listen(link: Connection, requests: queue.SimpleQueue[Any]) -> None:
         os._exit(0)
 
 
-def _prepare(preparation: dict[str, Any]) -> None:
+def _prepare_process(preparation: dict[str, Any]) -> None:
+    """Prepares a worker as `multiprocessing` does, which imports the program if it is needed."""
     global importing
     from multiprocessing import spawn
 
@@ -237,9 +258,7 @@ def _prepare(preparation: dict[str, Any]) -> None:
 
 
 def refuse_import() -> None:
-    """Raises ConfigError in a worker that, instead of a program's classes, has imported a
-    program that trains.
-    """
+    """Raises ConfigError if a program trains while a worker imports it for its classes."""
     if importing:
         raise ConfigError(
             "[data] num_workers starts processes that import this program for its classes, and "
@@ -250,7 +269,10 @@ def refuse_import() -> None:
 
 
 def _describe_error(error: BaseException, prepared: bool = True) -> tuple[str, str, str]:
-    """An error's class, line and traceback; `prepared`: samples are read by now."""
+    """Returns the class, the message and the traceback of an error, to be sent and raised again.
+
+    prepared: the worker has loaded its reader, so the error is one of reading.
+    """
     kind = type(error).__name__
     text = str(error)
     trace = traceback.format_exc()

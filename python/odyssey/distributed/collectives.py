@@ -122,14 +122,19 @@ class calling:
 def _make_call(
     later: bool, finish: Callable[[Any], Any], call: Callable[..., Any], *arguments: Any
 ) -> Any:
-    """Makes a call of a communicator; `finish` of what it gives, or the Work of that."""
+    """Calls a method of a communicator, and returns `finish(result)`.
+
+    later: returns a Work instead, whose result that is.
+    """
     request = call(*arguments, wait=not later)
     return Work(request, finish) if later else finish(request)
 
 
-def _shifted(previous_argument: Any, group: Any, async_op: bool) -> tuple[Any, bool]:
-    """(group, async_op) of the form with one argument fewer than PyTorch's: each may stand one
-    place further left.
+def _shift_arguments(previous_argument: Any, group: Any, async_op: bool) -> tuple[Any, bool]:
+    """Returns (group, async_op) of a call with one positional argument fewer than PyTorch's.
+
+    In such a call each of the two may be one place further left: `group` in the place of
+    `previous_argument`, and `async_op` in the place of `group`.
     """
     if isinstance(group, bool):
         async_op = group
@@ -173,7 +178,7 @@ def all_reduce(
 
 def all_reduce_sum(tensor: Any, group: Group = None) -> Any:
     """Returns the sum over the ranks as a new value; `tensor` is left as it is."""
-    return _combined(tensor, ReduceOp.SUM, group)
+    return _combine_copy(tensor, ReduceOp.SUM, group)
 
 
 all_reduce_sum_group = all_reduce_sum  # which some platforms call so where there is a group
@@ -183,10 +188,11 @@ def all_reduce_mean(tensor: Any, group: Group = None) -> Any:
     """Returns the mean over the ranks as a new value; each rank counts the same,
     `metric_average` weights them.
     """
-    return _combined(tensor, ReduceOp.MEAN, group)
+    return _combine_copy(tensor, ReduceOp.MEAN, group)
 
 
-def _combined(tensor: Any, op: Op, group: Group) -> Any:
+def _combine_copy(tensor: Any, op: Op, group: Group) -> Any:
+    """Returns the values of all ranks combined as a new value."""
     with calling(group, "all_reduce") as comm:
         a = array_of(tensor, "all_reduce")
         op = operation(op, tensor, "all_reduce")
@@ -257,28 +263,31 @@ def all_gather(
         and tensor_list is not None
         and (tensor is None or isinstance(tensor, ProcessGroup))
     ):
-        tensor_list, tensor, group, async_op = None, tensor_list, *_shifted(tensor, group, async_op)
+        group, async_op = _shift_arguments(tensor, group, async_op)
+        tensor = tensor_list
+        tensor_list = None
     with calling(group, "all_gather") as comm:
         if tensor is None or (tensor_list is not None and not listed):
             raise ShapeError(
                 "[dist] all_gather: write all_gather(list, tensor), values = all_gather(tensor), "
-                "or "
-                "all_gather_into_tensor(array, tensor)"
+                "or all_gather_into_tensor(array, tensor)"
             )
         into = tensor_list if listed else out
         if into is None or isinstance(into, (list, tuple)):
             a = array_of(tensor, "all_gather")
             return _make_call(
-                async_op, _listed("all_gather", comm, tensor, a, into), comm.all_gather, a
+                async_op, _list_rows("all_gather", comm, tensor, a, into), comm.all_gather, a
             )
     return all_gather_into_tensor(into, tensor, group, async_op)
 
 
-def _listed(
+def _list_rows(
     call_name: str, comm: Communicator, value: Any, a: np.ndarray, into: Any
 ) -> Callable[[Any], Any]:
-    """Returns a function that makes a result's rows a list of values like `value` (array `a`),
-    or put `into` one.
+    """Returns a function that turns the rows of a result into a list.
+
+    into: a list of tensors or arrays that takes the rows; None makes a new list of values of the
+        kind of `value`, whose array is `a`.
     """
     if into is None:
         return lambda rows: None if rows is None else [like(value, row) for row in rows]
@@ -318,7 +327,9 @@ def gather(
     without it the list is new, and `gather(tensor, dst, group, async_op)` will do.
     """
     if isinstance(gather_list, (int, np.integer)):
-        dst, gather_list, group, async_op = gather_list, None, *_shifted(dst, group, async_op)
+        group, async_op = _shift_arguments(dst, group, async_op)
+        dst = gather_list
+        gather_list = None
     with calling(group, "gather") as comm:
         root = joined(group)._place("gather to rank", dst)
         if gather_list is not None and comm.rank != root:
@@ -328,7 +339,7 @@ def gather(
             )
         a = array_of(tensor, "gather")
         return _make_call(
-            async_op, _listed("gather", comm, tensor, a, gather_list), comm.gather, a, root
+            async_op, _list_rows("gather", comm, tensor, a, gather_list), comm.gather, a, root
         )
 
 
@@ -355,7 +366,9 @@ def scatter(
     numbers, of no axes).
     """
     if isinstance(scatter_list, (int, np.integer)):
-        src, scatter_list, group, async_op = scatter_list, None, *_shifted(src, group, async_op)
+        group, async_op = _shift_arguments(src, group, async_op)
+        src = scatter_list
+        scatter_list = None
     with calling(group, "scatter") as comm:
         root = joined(group)._place("scatter from rank", src)
         pieces = scatter_list
@@ -415,7 +428,7 @@ def reduce_scatter(
     wrong = not isinstance(input_list, (list, tuple, str, type(None)))
     if not isinstance(input_list, (list, tuple)):
         if input_list is not None:
-            op, group, async_op = input_list, *_shifted(op, group, async_op)
+            op, group, async_op = input_list, *_shift_arguments(op, group, async_op)
         input_list = output
         output = out
     listed = isinstance(input_list, (list, tuple))
@@ -425,8 +438,7 @@ def reduce_scatter(
         if wrong:
             raise ShapeError(
                 f"[dist] reduce_scatter of a {type(op).__name__}; write reduce_scatter(output, "
-                "list), "
-                "piece = reduce_scatter(tensor), or reduce_scatter_tensor(output, tensor)"
+                "list), piece = reduce_scatter(tensor), or reduce_scatter_tensor(output, tensor)"
             )
         a = stacked(input_list, comm.size, "reduce_scatter")
         one = input_list[0] if listed else input_list
@@ -473,7 +485,7 @@ def all_to_all(
     inputs = input_tensor_list
     call_name = "all_to_all"
     if not isinstance(inputs, (list, tuple)):
-        of, async_op = _shifted(inputs, group, async_op)
+        of, async_op = _shift_arguments(inputs, group, async_op)
         with calling(of, call_name) as comm:
             if not isinstance(inputs, (ProcessGroup, type(None))):
                 raise ShapeError(
@@ -482,9 +494,10 @@ def all_to_all(
                 )
             a = stacked(outputs, comm.size, call_name)
             listed = isinstance(outputs, (list, tuple))
-            finish = (
-                _listed(call_name, comm, outputs[0], a, None) if listed else partial(like, outputs)
-            )
+            if listed:
+                finish = _list_rows(call_name, comm, outputs[0], a, None)
+            else:
+                finish = partial(like, outputs)
             return _make_call(async_op, finish, comm.all_to_all, a)
     with calling(group, call_name) as comm:
         if not isinstance(outputs, (list, tuple)) or not len(outputs) == len(inputs) == comm.size:
@@ -531,8 +544,7 @@ def all_to_all_single(
         ):
             raise ShapeError(
                 f"[dist] all_to_all_single of {a.dtype} {a.shape} into {place.array.dtype} "
-                f"{place.array.shape}; give "
-                "one dtype, and rows of one shape"
+                f"{place.array.shape}; give one dtype, and rows of one shape"
             )
         row = math.prod(a.shape[1:])
         counts = []
@@ -544,9 +556,8 @@ def all_to_all_single(
             if len(row_counts) != comm.size or sum(row_counts) != len(array):
                 raise ShapeError(
                     f"[dist] all_to_all_single: {name} of {len(array)} rows is cut into "
-                    f"{row_counts} "
-                    f"for {comm.size} ranks; "
-                    f"give {name}_split_sizes of one per rank that add up to the rows"
+                    f"{row_counts} for {comm.size} ranks; give {name}_split_sizes of one per rank "
+                    "that add up to the rows"
                 )
             counts.append([n * row for n in row_counts])
         return _make_call(

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import loggers
 from ..base import registry
+from ..callbacks import loggers
 from ..comm import BACKENDS, world
 from ..errors import ConfigError, check_integer
 from ..nn import Module

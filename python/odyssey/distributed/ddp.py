@@ -22,16 +22,18 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partialmethod
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..base.uncopied import Uncopied
+from ..base.uncopied import uncopied
 from ..comm import Communicator, Request
 from ..core import tape
 from ..core.arena import Arena, Buffer
 from ..core.program import current
 from ..core.tensor import BackwardWatcher, Tensor
+from ..data import DataLoader
 from ..errors import ConfigError, check_number
 from ..nn import Module
 from ..nn.module import Parameter
@@ -41,12 +43,18 @@ from ..parallel.buckets import FLOATS_PER_MB, Bucket, from_the_end
 from ..parallel.mesh import Mesh
 from ..parallel.reduction import RunningTreeSum
 from ..train.resume import spread
+from . import loop_checkpoints
 from .groups import ProcessGroup, joined, state_here
+
+if TYPE_CHECKING:
+    from ..core.precision import GradScaler
+    from ..optim import LambdaLR, Optimizer
 
 AVERAGES = ("ranks", "samples")
 
 
-class DistributedDataParallel(Uncopied, Module):
+@uncopied("copy the model, ddp.module, and wrap the copy")
+class DistributedDataParallel(Module):
     """A model with a copy on every rank, whose gradients are averaged inside every backward pass.
 
         net = DDP(net)
@@ -91,8 +99,6 @@ class DistributedDataParallel(Uncopied, Module):
     group.
     """
 
-    copy_instead = "copy the model, ddp.module, and wrap the copy"
-
     def __init__(
         self,
         module: Module,
@@ -113,8 +119,7 @@ class DistributedDataParallel(Uncopied, Module):
         if device_ids is not None and len(device_ids) != 1:
             raise ConfigError(
                 f"[ddp] device_ids is {list(device_ids)}, and a process has one replica; start "
-                "more ranks "
-                "(odyssey launch -n), and leave it out"
+                "more ranks (odyssey launch -n), and leave it out"
             )
         check_number("[ddp] bucket_size_mb", bucket_size_mb, 0, open_low=True)
         if average not in AVERAGES:
@@ -123,8 +128,7 @@ class DistributedDataParallel(Uncopied, Module):
         if strategy.reduction in strategies.MODES:
             raise ConfigError(
                 f"[ddp] reduction={strategy.reduction!r} takes steps of its own; use "
-                "DistributedTrainer, or one of "
-                f"{', '.join(strategies.REDUCTIONS)}"
+                f"DistributedTrainer, or one of {', '.join(strategies.REDUCTIONS)}"
             )
         self.module = module
         object.__setattr__(module, "_wrapped", True)
@@ -136,6 +140,11 @@ class DistributedDataParallel(Uncopied, Module):
         self._group = joined(process_group)
         self._comm = comm = self._group._member("DistributedDataParallel")
         self._arena = arena = Arena.of(module.named_parameters())
+        self._strategy = strategy
+        # epoch and number of the next batch, by the loader that `join` has counted
+        self._positions: weakref.WeakKeyDictionary[Any, tuple[int, int]] = (
+            weakref.WeakKeyDictionary()
+        )
         strategy.check(Mesh(dp=comm.size, pp=1, tp=1), 0)
         if strategy.compression in ("topk", "powersgd") and average == "samples":
             raise ConfigError(
@@ -257,6 +266,75 @@ class DistributedDataParallel(Uncopied, Module):
         """
         self._pass.flush()
 
+    def save_checkpoint(
+        self,
+        folder: str | Path,
+        optimizer: Optimizer,
+        *,
+        loader: DataLoader | None = None,
+        scheduler: LambdaLR | None = None,
+        scaler: GradScaler | None = None,
+        values: dict[str, Any] | None = None,
+    ) -> None:
+        """Writes everything that this loop resumes from, as the next step of a directory of
+        checkpoints; all ranks call it after optimizer.step().
+
+            for epoch in range(loader.next_epoch, 10):
+                for x, y in ddp.join(loader):
+                    ...
+                ddp.save_checkpoint("runs/mine", optimizer, loader=loader)
+
+        It holds the model, the optimizer with its settings and steps, the number of dropouts, and
+        the parts that you pass. Pass all of them that the loop uses. The last two checkpoints stay.
+
+        Args:
+            folder: a directory, created if it is missing.
+            optimizer: of this model's parameters.
+            loader: the `DataLoader` that the loop joins; its epoch and batch are saved.
+            scheduler: a `LambdaLR` or another of `lr_scheduler`, of this optimizer.
+            scaler: a `GradScaler`.
+            values: your own, as JSON has them.
+
+        Raises ConfigError: a part is missing or of another model, gradients wait for a step, ranks
+        have different buffers, or a compression keeps state. OutputError: the checkpoint could not
+        be written; older ones stay.
+        """
+        parts = loop_checkpoints.Parts(optimizer, loader, scheduler, scaler)
+        loop_checkpoints.save(self, folder, parts, {} if values is None else values)
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        optimizer: Optimizer,
+        *,
+        loader: DataLoader | None = None,
+        scheduler: LambdaLR | None = None,
+        scaler: GradScaler | None = None,
+    ) -> dict[str, Any] | None:
+        """Takes back what `save_checkpoint` wrote; all ranks call it before the first step.
+
+            ddp.load_checkpoint("runs/mine", optimizer, loader=loader)
+            for epoch in range(loader.next_epoch, 10): ...
+
+        The loop ends with the bits of one that never stopped. On another number of ranks, this
+        needs the same samples in each batch of all ranks, and no dropout: its masks belong to a
+        rank.
+
+        path: a checkpoint, or a directory of them: then the newest that is valid. The other
+        arguments: as they were saved.
+
+        Returns the values that were saved, or None if there is no checkpoint. Raises
+        CheckpointError: checkpoints are there, and none is valid. ConfigError: the checkpoint is of
+        another model, optimizer or loader; nothing was changed.
+        """
+        parts = loop_checkpoints.Parts(optimizer, loader, scheduler, scaler)
+        return loop_checkpoints.load(self, path, parts)
+
+    def _tell(self, line: str) -> None:
+        """Prints a line on standard error, on rank 0."""
+        if self._comm.rank == 0:
+            print(f"odyssey: {line}", file=sys.stderr)
+
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank's reductions have sent so far."""
@@ -298,7 +376,10 @@ class JoinedLoader:
             )
         self._ddp = ddp
         self._loader = loader
-        self._lengths = ddp._comm.all_gather(np.array([len(loader)], np.int64))[:, 0]
+        # that of a loader that starts within its epoch
+        self._first_batch = getattr(loader, "_first_batch", 0)
+        remaining = len(loader) - self._first_batch
+        self._lengths = ddp._comm.all_gather(np.array([remaining], np.int64))[:, 0]
         if not self._lengths.any():
             raise ConfigError("[ddp] join: no rank has a batch; give at least one of them data")
 
@@ -309,6 +390,7 @@ class JoinedLoader:
         ddp = self._ddp
         expected_batches = int(self._lengths[self._ddp._comm.rank])
         first = None
+        epoch = None
         batches_given = 0
         for item in self._loader:
             if batches_given == expected_batches:
@@ -318,7 +400,9 @@ class JoinedLoader:
                 )
             if not batches_given:
                 first = self._lend(item)
+                epoch = getattr(item, "epoch", None)
             batches_given += 1
+            self._note_position(epoch, batches_given)
             yield item
         if batches_given != expected_batches:
             raise ConfigError(
@@ -329,10 +413,25 @@ class JoinedLoader:
             first = self._lend(None)
         ddp.active = False
         try:
-            for _ in range(len(self) - expected_batches):
+            for number in range(expected_batches, len(self)):
+                self._note_position(epoch, number + 1)
                 yield first
         finally:
             ddp.active = True
+
+    def _note_position(self, epoch: int | None, batches: int) -> None:
+        """Notes the batch that follows the first so many batches, for checkpoints.
+
+        epoch: None if this rank has no batch that says it.
+        """
+        if not isinstance(self._loader, DataLoader):
+            return
+        is_last = batches == len(self)
+        known_epoch = -1 if epoch is None else epoch + is_last
+        self._ddp._positions[self._loader] = (
+            known_epoch,
+            0 if is_last else self._first_batch + batches,
+        )
 
     def _lend(self, batch: Any) -> Any:
         """Brings a batch to the ranks that have none; they get it as a tuple of arrays."""
@@ -379,8 +478,7 @@ class _Pass(BackwardWatcher):
             if not self._weight:
                 raise ConfigError(
                     "[ddp] average='samples', but no forward pass of the wrapped model is behind "
-                    "this loss; call "
-                    "ddp(x), with the batch as its first argument"
+                    "this loss; call ddp(x), with the batch as its first argument"
                 )
         self._samples += self._weight
         self._reached = set()
@@ -422,6 +520,11 @@ class _Pass(BackwardWatcher):
         self._sync.begin(self._samples if by_samples else None, self._fill)
         self._complete()
 
+    @property
+    def is_pending(self) -> bool:
+        """True if passes of this rank wait for a reduction and a step."""
+        return bool(self._partial.nodes) and bool(self._grads.any())
+
     def _take_in(self) -> None:
         """Looks at what p.grad holds before a pass, and sets it to zero: the pass is to be a
         leaf of its own. All zero: the user has begun anew. What was left there: nothing
@@ -442,8 +545,7 @@ class _Pass(BackwardWatcher):
             elif self.ddp().average == "samples" and not samples:
                 raise ConfigError(
                     "[ddp] p.grad holds a gradient of an unknown number of samples, which the "
-                    "wrapped model did not "
-                    "make; call zero_grad() first"
+                    "wrapped model did not make; call zero_grad() first"
                 )
             else:
                 self._partial.push(g)

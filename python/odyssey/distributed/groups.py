@@ -78,7 +78,7 @@ _threads = threading.local()
 
 
 def state_here() -> _State:
-    """That of this process, or of this thread of a mock world."""
+    """Returns the state of this process, or of this thread of a mock world."""
     if getattr(_base.here, "world", None) is None:
         return _process
     if getattr(_threads, "of", None) is not _base.here.world:
@@ -137,19 +137,28 @@ class ProcessGroup:
         )
 
     def _member(self, what: str) -> Communicator:
-        """The communicator; ConfigError, with what was asked for, on a rank that is not in the
-        group.
+        """Returns the communicator.
+
+        what: the name of the call, for the message.
+
+        Raises:
+            ConfigError: this rank is not a member.
         """
         if self.comm is None:
             raise ConfigError(
                 f"[dist] {what} in the group of ranks {list(self.ranks)}, but rank "
-                f"{_world().rank()} is not in it; "
-                "ask group.is_member first"
+                f"{_world().rank()} is not in it; ask group.is_member first"
             )
         return self.comm
 
     def _place(self, label: str, rank: int) -> int:
-        """A world rank's place in the group."""
+        """Returns the place of a world rank in the group.
+
+        label: the words before the rank in the message.
+
+        Raises:
+            ConfigError: the rank is not a member.
+        """
         if rank not in self.ranks:
             raise ConfigError(
                 f"[dist] {label} {rank}; it must be one of the group's ranks {list(self.ranks)}"
@@ -250,27 +259,33 @@ def init_process_group(
         check_number("[dist] timeout in seconds", seconds, 0, open_low=True)
     launch = launcher.launched() or launcher.rendezvous()
     is_local = world_size == 1 and name in ("auto", "gloo") and (launch is None or launch.size == 1)
-    variables = _rendezvous(name, init_method, world_size, rank)
+    variables = _rendezvous_variables(name, init_method, world_size, rank)
     if not is_local:
-        _set(state, variables)
+        _set_variables(state, variables)
     try:
         comm = mocked or communication.world("local" if is_local else name)
-        _check(comm, world_size, rank)
+        _check_world(comm, world_size, rank)
     except BaseException:
-        _unset(state)
+        _restore_variables(state)
         raise
     if seconds is not None:
-        _set(state, {"ODYSSEY_TIMEOUT": str(seconds)})
+        _set_variables(state, {"ODYSSEY_TIMEOUT": str(seconds)})
     world = object.__new__(World)
     world._open(tuple(range(comm.size)), comm)
     state.world = world
     return world
 
 
-def _rendezvous(
+def _rendezvous_variables(
     backend: str, init_method: str | None, world_size: int | None, rank: int | None
 ) -> dict[str, str]:
-    """The variables of env:// that the arguments of init_process_group() stand for, for Gloo."""
+    """Returns the variables of "env://" that replace the arguments of init_process_group().
+
+    They are for Gloo only, and empty for other backends and under an MPI launcher.
+
+    Raises:
+        ConfigError: `init_method` is wrong, or the environment has other values.
+    """
     method = init_method or "env://"
     variables = dict[str, Any]()
     if method != "env://":
@@ -294,20 +309,20 @@ def _rendezvous(
         if present_text != str(value):
             raise ConfigError(
                 f"[dist] {name} is {present_text} in the environment, but {value} was given; say "
-                "one of "
-                "them"
+                "one of them"
             )
     return {name: str(value) for name, value in variables.items()}
 
 
-def _set(state: _State, variables: dict[str, str]) -> None:
+def _set_variables(state: _State, variables: dict[str, str]) -> None:
+    """Sets environment variables, and keeps their values before for `_restore_variables`."""
     for name, value in variables.items():
         state.environment.setdefault(name, os.environ.get(name))
         os.environ[name] = value
 
 
-def _unset(state: _State) -> None:
-    """Puts the variables back that _set() has set."""
+def _restore_variables(state: _State) -> None:
+    """Restores the variables that `_set_variables` has set."""
     for name, value in state.environment.items():
         if value is None:
             os.environ.pop(name, None)
@@ -316,32 +331,30 @@ def _unset(state: _State) -> None:
     state.environment = {}
 
 
-def _check(comm: Communicator, world_size: int | None, rank: int | None) -> None:
-    """Raises ConfigError unless the world is the expected one: a wrong world gives wrong means,
-    without an error.
+def _check_world(comm: Communicator, world_size: int | None, rank: int | None) -> None:
+    """Raises ConfigError unless the world has the expected size and rank.
+
+    In a wrong world, means would be wrong without an error.
     """
     running = f"{comm.size} rank{' is' if comm.size == 1 else 's are'} running"
     if world_size is not None and world_size != comm.size:
         raise ConfigError(
             f"[dist] world_size={world_size} was given, but {running} ({comm.why}); start "
-            f"{world_size} with "
-            f"mpirun -n {world_size}, or leave world_size out"
+            f"{world_size} with mpirun -n {world_size}, or leave world_size out"
         )
     if rank is not None and rank != comm.rank:
         raise ConfigError(
             f"[dist] rank={rank} was given, but this process is rank {comm.rank} of {comm.size}; "
-            "leave rank out, the "
-            "launcher knows it"
+            "leave rank out, the launcher knows it"
         )
     text = os.environ.get("WORLD_SIZE", "")
-    # who asks for one process of several means it
+    # WORLD_SIZE may be that of the launcher, although "local" uses one process of several
     launched_size = getattr(launcher.launched(), "size", None)
     if comm.name != "mock" and text.isdigit() and int(text) not in (comm.size, launched_size):
         raise ConfigError(
             f"[dist] WORLD_SIZE={text} in the environment, but {running} ({comm.why}); unset it, "
-            f"or start {text} "
-            f"with mpirun -n {text}, or give all of RANK, MASTER_ADDR and MASTER_PORT for "
-            "backend='gloo'"
+            f"or start {text} with mpirun -n {text}, or give all of RANK, MASTER_ADDR and "
+            "MASTER_PORT for backend='gloo'"
         )
 
 
@@ -354,17 +367,18 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     if state.world is None:
         return
     if group is not None and group is not state.world:
-        _close(group)
+        _close_group(group)
         return
     for open_group in list(state.groups):
         if open_group is not state.world:
-            _close(open_group)
-    _unset(state)
+            _close_group(open_group)
+    _restore_variables(state)
     state.world = None
     state.groups.clear()
 
 
-def _close(group: ProcessGroup) -> None:
+def _close_group(group: ProcessGroup) -> None:
+    """Frees the communicator of a group, and removes the group from the state."""
     state_here().groups.pop(group, None)
     if group.comm is not None:
         group.comm.close()

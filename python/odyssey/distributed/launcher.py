@@ -2,7 +2,8 @@
 platforms.
 """
 
-from ..launch import DistributedLauncher, LaunchConfig, launch_distributed_training, main
+from ..launch import DistributedLauncher, LaunchConfig, launch_distributed_training
+from ..launch.command_line import main
 
 __all__ = ["DistributedLauncher", "LaunchConfig", "launch_distributed_training"]
 

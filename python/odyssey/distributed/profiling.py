@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, check_integer
-from ..train.fit import Trainer, batches_of
+from ..train.batches import batches_of
+from ..train.trainer_base import Trainer
 from .groups import ProcessGroup, get_rank, is_initialized, joined
 
 # What one of n ranks has to send, at least, per byte of the whole (the reduced array, or all pieces

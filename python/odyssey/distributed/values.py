@@ -108,9 +108,8 @@ def operation(op: ReduceOp | str, value: Any, what: str) -> ReduceOp | str:
     combined_op = _OF_BOOLEANS.get(op) if value.dtype is torch.bool else None
     if combined_op is None:
         raise ConfigError(
-            f"[dist] {what} cannot combine {value.dtype} by {op}; use sum, mean, max, min or "
-            "prod of integers or "
-            "16- to 64-bit floats, or all but the mean of booleans"
+            f"[dist] {what} cannot combine {value.dtype} by {op}; use sum, mean, max, min or prod "
+            "of integers or 16- to 64-bit floats, or all but the mean of booleans"
         )
     return combined_op
 
@@ -145,8 +144,7 @@ class Place:
         if shape is not None and (self.array.shape != tuple(shape) or self.array.dtype != dtype):
             raise ShapeError(
                 f"[dist] {what}: the result is {dtype} {tuple(shape)}, but it is to go into "
-                f"{self.array.dtype} "
-                f"{self.array.shape}; give one of the same shape and dtype"
+                f"{self.array.dtype} {self.array.shape}; give one of the same shape and dtype"
             )
         self.memory = (
             self.array if flags.c_contiguous else np.empty(self.array.shape, self.array.dtype)
@@ -216,8 +214,7 @@ def stacked(values: Any, size: int, what: str) -> np.ndarray:
         if a.shape != arrays[0].shape or a.dtype != arrays[0].dtype:
             raise ShapeError(
                 f"[dist] {what} of {arrays[0].dtype} {arrays[0].shape} and {a.dtype} {a.shape}; "
-                "give one shape and "
-                "dtype for all ranks"
+                "give one shape and dtype for all ranks"
             )
     return np.stack(arrays)
 

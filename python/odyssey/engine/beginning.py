@@ -1,6 +1,6 @@
-"""Sums that begin with a record: the first to add to a parameter's gradient writes it instead,
-where its kernel can (the trait `begins`), so that nobody sets that memory to zero before and
-the kernel does not read it.
+"""Sums that begin with a record: the first record that adds to a parameter's gradient writes it
+instead, if its kernel can do that (the trait `begins`). Then nobody must set this memory to zero
+before, and the kernel doesn't read it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,20 @@ def begin(
     locate: Callable[[int, int], int] | None,
     floats: int,
 ) -> Runs:
-    """Marks records in the tables made from programs of one shard, the same but for sizes;
-    returns the other runs of a gradient buffer (floats,), which are to be zero before.
-    locate: as `serialize` was given it.
+    """Marks the records with which sums begin, and returns the runs that must be zero before.
+
+    Args:
+        programs: the programs of one shard, which differ only in sizes.
+        tables: the serialized programs. Marked records get the bit native.BEGINS.
+        arena: the parameters.
+        locate: the function that `serialize` got.
+        floats: the floats of a gradient buffer.
+
+    Returns:
+        The runs (start, end) of a gradient buffer with which no record begins.
     """
-    first, *other_beginnings = (_beginnings(records, arena) for records in programs)
-    begun_runs = []
+    first, *other_beginnings = (_find_beginnings(records, arena) for records in programs)
+    begun_runs = []  # (start in the buffer, floats)
     for i, runs in first.items():
         if all(beginnings.get(i) == runs for beginnings in other_beginnings):
             for table in tables:
@@ -39,40 +47,50 @@ def begin(
                 (offset if locate is None else locate(native.GRADS, offset), n)
                 for offset, n in runs
             ]
-    ends = [0, *(x for offset, n in sorted(begun_runs) for x in (offset, offset + n)), floats]
-    return [(a, b) for a, b in zip(ends[::2], ends[1::2], strict=True) if a < b]
+    cleared_runs = []
+    position = 0
+    for start, n in sorted(begun_runs):
+        cleared_runs.append((position, start))
+        position = start + n
+    cleared_runs.append((position, floats))
+    return [(start, end) for start, end in cleared_runs if start < end]
 
 
-def _beginnings(records: list[Record], arena: Arena) -> dict[int, Runs]:
-    """By the place of a record whose sums can begin with it: the gradients it adds to (offset in
-    the arena and floats), whole parameters that no record before has touched.
+def _find_beginnings(records: list[Record], arena: Arena) -> dict[int, Runs]:
+    """Returns the records that sums can begin with, and the gradients that they write.
+
+    The gradients are runs (offset in the arena, floats) by number of the record. They are of whole
+    parameters that no earlier record adds to.
     """
     sizes = {arena.offsets[name]: p.size for name, p in arena.named}
     starts = sorted(sizes)
-    touched: set[int] = set()
+    touched: set[int] = set()  # parameters whose gradients earlier records use
     runs_by_record = {}
-    for i, r in enumerate(records):
+    for i, record in enumerate(records):
         offsets = [
-            a.offset // 4 for a in r.args if isinstance(a, Range) and a.space == native.GRADS
+            a.offset // 4 for a in record.args if isinstance(a, Range) and a.space == native.GRADS
         ]
-        of = [starts[bisect.bisect_right(starts, a) - 1] for a in offsets if a < arena.size]
-        if letters := next(
-            (t.split(":")[1] for t in r.declared.traits if t.startswith("begins:")), ""
-        ):
-            counts = [math.prod(map(r.named.get, word)) for word in letters.split("+")]
-            added = list(zip(r.args, counts, strict=False))
-            # What nobody wants, as the gradient of no bias, is in memory that no other record uses.
-            unread = [a for a, _ in added if isinstance(a, Slot) and a.first == a.last]
+        parameters = {
+            starts[bisect.bisect_right(starts, offset) - 1]
+            for offset in offsets
+            if offset < arena.size
+        }
+        # For example "begins:OI+O": the first output has O * I floats, and the second one O.
+        traits = (trait.split(":") for trait in record.declared.traits)
+        size_names = next((words[1] for words in traits if words[0] == "begins"), "")
+        if size_names:
+            counts = [math.prod(map(record.named.get, names)) for names in size_names.split("+")]
+            outputs = list(zip(record.args, counts, strict=False))
+            # An output that nobody reads, such as the gradient of a missing bias, has memory that
+            # no other record uses.
+            unread = [a for a, _ in outputs if isinstance(a, Slot) and a.first == a.last]
             runs = [
                 (a.offset // 4, n)
-                for a, n in added
+                for a, n in outputs
                 if isinstance(a, Range) and sizes.get(a.offset // 4) == n
             ]
-            if (
-                len(runs) + len(unread) == len(added)
-                and len(runs) == len(set(of))
-                and not touched & set(of)
-            ):
+            covers_outputs = len(runs) + len(unread) == len(outputs)
+            if covers_outputs and len(runs) == len(parameters) and not touched & parameters:
                 runs_by_record[i] = runs
-        touched.update(of)
+        touched |= parameters
     return runs_by_record

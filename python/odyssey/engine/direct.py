@@ -1,5 +1,7 @@
-"""A step in one native call for all shards, then one reduction: the ordinary case, and shards
-computed op by op.
+"""A step in one native call for all shards, then one reduction.
+
+This is the ordinary case. It is also the runner of `execution="eager"`, where Python computes the
+shards op by op.
 """
 
 from __future__ import annotations
@@ -17,124 +19,164 @@ from ..parallel import plan as planning
 from ..parallel.failures import StepOutcome
 from .beginning import begin
 from .recompute import recompute
-from .runner import Runner, RunnerInputs
+from .runner import INDEX_BYTES, Runner, RunnerInputs
 from .sums import Sums
 
 
 class DirectRunner(Runner):
-    """All shards of this process in one native call, one after the other on each thread, then
-    one reduction.
+    """Runs all shards of this process in one native call, then one reduction.
+
+    Each thread computes its shards one after the other.
     """
 
     def __init__(self, inputs: RunnerInputs) -> None:
         super().__init__(inputs)
-        lay = self.layout
-        lib = native.library()
+        layout = self.layout
+        statistics = native.library().stats
         arena = self.arena
         comm = self.groups.dp
-        self.floats = (arena.size if self.train else 0) + lib.stats
-        self.stats_at = self.floats - lib.stats
+        self.floats = (arena.size if self.train else 0) + statistics
+        self.stats_at = self.floats - statistics
         self.plan = planning.make(
-            self.shards, comm.rank, comm.size, lay.workers, lay.threads, lay.counts(self.shards)
+            self.shards,
+            comm.rank,
+            comm.size,
+            layout.workers,
+            layout.threads,
+            layout.counts(self.shards),
         )
         content = self.content(whole_arena=True)
-        self._reduce = self._get_or_make(
+        self._reducer = self._get_or_make(
             "sums", lambda: self._reduction(self.floats, content=content)
         )
-        self.reductions = (self._reduce,)
-        self.marked = self._reduce if comm.size > 1 else None
-        tables = np.array(self.plan.tables(), np.int64)
-        self._keep: list[Any] = [tables]
+        self.reductions = (self._reducer,)
+        self.marked = self._reducer if comm.size > 1 else None
+        plan_tables = np.array(self.plan.tables(), np.int64)
+        # Arrays whose addresses native code uses. Python must not free them.
+        self._kept_alive: list[Any] = [plan_tables]
         self.step = native.Step(
             threads=len(self.plan.threads),
-            tables=tables.ctypes.data,
+            tables=plan_tables.ctypes.data,
             params=arena.address(native.PARAMS),
             zero=1,
-            buffers=self._reduce.buffers.ctypes.data,
+            buffers=self._reducer.buffers.ctypes.data,
             buffer_floats=self.floats,
             shard_size=self.shard_size,
             samples=self.samples,
         )
-        if lay.execution == "replay":
-            programs = [recompute(program.records) for program in self.programs]
-            work_bytes = max(plan_memory(records) for records in programs)
-            threads = len(self.plan.threads)
-            work = self.storage("work", threads * work_bytes).reshape(threads, work_bytes)
-            tables = [serialize(records, arena, self._keep, self._locate) for records in programs]
-            self.step.take(tables, begin(programs, tables, arena, self._locate, self.floats))
-            self.step.work = work.ctypes.data
-            self.step.work_bytes = work_bytes
-            self.work_bytes = work.nbytes
-            self._keep.append(work)
-        # (floats,): gradients if it trains, then the statistics
-        self.result = result = self._reduce.result
-        self.stats = result[self.stats_at :]
+        if layout.execution == "replay":
+            self._set_programs()
+        # (floats,): the gradients, if this runner trains, then the statistics
+        self.result = self._reducer.result
+        self.stats = self.result[self.stats_at :]
         self.samples_address = self.stats[1:].ctypes.data
-        self.updates = self._updates(result) if self.train else []
-        self.grad_bytes = 4 * self._reduce.floats_needed
+        self.updates = self._make_updates() if self.train else []
+        self.grad_bytes = 4 * self._reducer.floats_needed
 
-    def _updates(self, result: np.ndarray) -> list[Update]:
-        arena = self.arena
-        parts = self.parts
-        grads = result.ctypes.data
+    def _set_programs(self) -> None:
+        """Serializes the recorded programs into the native step and allocates its workspace.
+
+        Each thread has one part of the workspace, which is as large as the larger program needs.
+        """
+        programs = [recompute(program.records) for program in self.programs]
+        work_bytes = max(plan_memory(records) for records in programs)
+        threads = len(self.plan.threads)
+        work = self.storage("work", threads * work_bytes).reshape(threads, work_bytes)
+        tables = [
+            serialize(records, self.arena, self._kept_alive, self._locate_floats)
+            for records in programs
+        ]
+        cleared = begin(programs, tables, self.arena, self._locate_floats, self.floats)
+        self.step.take(tables, cleared)
+        self.step.work = work.ctypes.data
+        self.step.work_bytes = work_bytes
+        self.work_bytes = work.nbytes
+        self._kept_alive.append(work)
+
+    def _make_updates(self) -> list[Update]:
+        """Returns the updates of the parameters that this rank owns, from the reduced gradients."""
+        grads_address = self.result.ctypes.data
         if self.layout.zero == 0:
-            return [Update(arena.address(native.PARAMS), grads, 0, arena.size, 0)]
+            params_address = self.arena.address(native.PARAMS)
+            return [Update(params_address, grads_address, state=0, n=self.arena.size, at=0)]
+        parts = self.parts
         return [
-            u
-            for b in range(len(parts.buckets))
-            for u in parts.updates(b, lambda p: grads + 4 * p.lo)
+            update
+            for bucket in range(len(parts.buckets))
+            for update in parts.updates(bucket, lambda piece: grads_address + 4 * piece.lo)
         ]
 
     def run(self) -> Sums:
-        s = self.step
-        s.context = self.context
-        s.rows = self.context.rows
-        if self.arena.mirror is not None:  # another trainer's GPUs may be ahead
-            s.params = self.arena.address(native.PARAMS)
+        """Takes the step, see `Runner.run`.
+
+        If computing fails on one rank, all ranks still take part in the reduction and then raise
+        the error together. Otherwise the other ranks would wait for this one.
+        """
+        step = self.step
+        step.context = self.context
+        step.rows = self.context.rows
+        if self.arena.mirror is not None:
+            # Another trainer may have newer parameters on GPUs. `address` copies them back.
+            step.params = self.arena.address(native.PARAMS)
         if self.marked is None:
-            self._compute()
+            self._compute_shards()
         else:
-            part = StepOutcome(self._reduce, self.stats_at + 1)
-            with part.tried():
-                self._compute()
-            part.tell()
+            outcome = StepOutcome(self._reducer, self.stats_at + 1)
+            with outcome.tried():
+                self._compute_shards()
+            # The error and the mark are statistics, so they go in before the sums are exchanged.
+            outcome.tell()
             self._add_mark()
-            self._reduce.start()
-            self._reduce.finish()
-            part.end(self.stats[1])
+            self._reducer.start()
+            self._reducer.finish()
+            outcome.end(self.stats[1])
         return Sums(self.stats.tolist(), self.samples_address, self.updates)
 
-    def _compute(self) -> None:
-        """Computes this rank's shards: at once, or the same plan through Python, one shard after
-        the other.
+    def _compute_shards(self) -> None:
+        """Fills the buffers of the reduction with the sums over this rank's shards.
+
+        Recorded programs run in one native call on all threads. Without them, Python follows the
+        same plan one action after the other, so the additions and their order are the same.
         """
-        s = self.step
-        buffers = self._reduce.buffers
+        step = self.step
+        buffers = self._reducer.buffers
         if self.layout.execution == "replay":
-            native.library().step(s)
+            native.library().step(step)
             return
-        for a in itertools.chain(*self.plan.threads, self.plan.final):
-            if a.kind == "add":
-                to, addend = (OwnMemory(buffers[i]) for i in (a.a, a.b))
-                ShardEager(s.context, 0, 0, 0).emit("add", to, to, addend, self.floats)
-            else:
-                self.run_eager(a.a, buffers[a.b])
+        for action in itertools.chain(*self.plan.threads, self.plan.final):
+            if action.kind == "run":
+                self.run_eager(shard=action.a, buffer=buffers[action.b])
+                continue
+            total = OwnMemory(buffers[action.a])
+            addend = OwnMemory(buffers[action.b])
+            # An addition doesn't belong to a shard: it has no samples, gradients or statistics.
+            executor = ShardEager(step.context, grads_address=0, stats_offset=0, samples=0)
+            executor.emit("add", total, total, addend, self.floats)
 
     def run_eager(
         self, shard: int, buffer: np.ndarray, listen: Callable[[Any], None] | None = None
     ) -> None:
-        """Computes one shard op by op into a buffer (floats,); `listen` is called with the
-        executor before.
+        """Computes one shard op by op.
+
+        Args:
+            shard: the number of the shard in the global batch.
+            buffer: (floats,), receives the shard's gradients and statistics.
+            listen: is called with the executor before the model runs.
         """
-        s = self.step
-        c = native.Context.from_buffer_copy(self.context)
+        step = self.step
+        context = native.Context.from_buffer_copy(self.context)
         buffer[:] = 0
-        c.first = shard * s.shard_size
-        c.valid = min(s.shard_size, s.samples - c.first)
-        c.rows += 8 * c.first
-        program = self.programs[0 if c.valid == s.shard_size else -1]
+        context.first = shard * step.shard_size
+        context.valid = min(step.shard_size, step.samples - context.first)
+        context.rows += INDEX_BYTES * context.first
+        # A last shard with fewer samples may have a program of its own, the last one.
+        program = self.programs[0 if context.valid == step.shard_size else -1]
         executor = ShardEager(
-            c, buffer.ctypes.data, 4 * self.stats_at, program.samples, self.precision
+            context,
+            grads_address=buffer.ctypes.data,
+            stats_offset=4 * self.stats_at,
+            samples=program.samples,
+            precision=self.precision,
         )
         executor.in_lanes = program.lanes
         if listen is not None:

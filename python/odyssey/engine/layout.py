@@ -52,9 +52,8 @@ class Layout:
             )
         if self.split and self.zero > 1:
             raise ConfigError(
-                f"[mesh] {self.mesh} with zero={self.zero}: gradients and parameters can be "
-                "spread over replicas only "
-                "where each has the whole model; use --zero 1, or --pp 1 --tp 1"
+                f"[mesh] {self.mesh} with zero={self.zero}: gradients and parameters can be spread "
+                "over replicas only where each has the whole model; use --zero 1, or --pp 1 --tp 1"
             )
 
         self.reduction.check(self.mesh, self.zero)
@@ -68,9 +67,8 @@ class Layout:
             )
             raise ConfigError(
                 "[train] rebalance=True moves shards from replica to replica, which does not go "
-                f"with {wrong}; use "
-                "--dp 2 or more and reduction='tree', 'hierarchical' or 'parameter_server', or "
-                "leave it out"
+                f"with {wrong}; use --dp 2 or more and reduction='tree', 'hierarchical' or "
+                "'parameter_server', or leave it out"
             )
         self.balance = None
         if self.rebalance and self.comm.size > 1:
@@ -80,8 +78,7 @@ class Layout:
         elif self.offload == "cpu":
             raise ConfigError(
                 "[train] offload='cpu' keeps the optimizer's state of GPUs in host memory, where "
-                "CPU workers have it; "
-                "use --device gpu, name a folder on a disk, or leave it out"
+                "CPU workers have it; use --device gpu, name a folder on a disk, or leave it out"
             )
         if self.offload and (
             self.split or self.execution == "eager" or self.reduction.reduction in strategy.MODES
@@ -94,8 +91,7 @@ class Layout:
             )
             raise ConfigError(
                 f"[train] offload does not go with {wrong}: layers come and go in recorded steps "
-                "of whole models; "
-                "use --pp 1 --tp 1, or leave it out"
+                "of whole models; use --pp 1 --tp 1, or leave it out"
             )
 
     def _check_gpus(self) -> None:

@@ -1,8 +1,8 @@
-"""Programs as text: the records of a pass through a model, one line each, and which layer and
-source line made them.
+"""Programs as text: the records of a pass through a model, one line each, with the layer and the
+source line that they come from.
 
-Passes of the same lines compute the same. Ranks compare lines, checkpoints hashes of them, messages
-name the first.
+Two passes with equal lines compute the same. Ranks compare lines, and checkpoints compare hashes of
+them. Messages show the first line that differs.
 """
 
 from __future__ import annotations
@@ -26,20 +26,26 @@ class Listed:
 
     Attributes:
         records: in their order.
-        where: number of a forward op -> its layer and, where it is not odyssey's, its source line.
+        where: number of a forward op -> its layer, and its source line in the user's code.
     """
 
     def __init__(self, records: list[Record] | None = None) -> None:
-        """records: those of a recorder, which have their scratch memory among the arguments."""
+        """Takes the records of a recorder, or collects new ones (`listen`).
+
+        The records of a recorder have their scratch memory among the arguments. Collected ones have
+        not.
+        """
         self.records: list[Record] = records or []
         self._with_scratch = records is not None
         self.where: dict[int, str] = {}
         self._value_ids: set[int] = set()  # memory of values; other blocks are constants
-        self._keep_alive: list[Memory] = []  # so that no two have one id
+        self._keep_alive: list[Memory] = []  # Python would give the id of freed memory to another
 
     def listen(self, executor: Executor, layers: Sequence[str] = ()) -> None:
-        """Writes down what an executor is given from now on; `layers`: those being computed, the
-        innermost last.
+        """Collects the records that an executor gets from now on.
+
+        `layers` are the titles of the layers that are being computed, the innermost last. The
+        caller keeps the list up to date (`watched`).
         """
         alloc = executor.alloc
         emit = executor.emit
@@ -70,7 +76,8 @@ class Listed:
 
         def note_close(device: Any) -> int:
             number = close(device)
-            self.where.setdefault(number, (f" in layer {layers[-1]}" if layers else "") + _site())
+            layer = f" in layer {layers[-1]}" if layers else ""
+            self.where.setdefault(number, layer + _find_user_line())
             return number
 
         # type: ignore[method-assign]
@@ -79,35 +86,54 @@ class Listed:
         executor.close = note_close
 
     def lines(self) -> list[str]:
-        """A line per record: the op, its numbers as they are, its memory by its use; the same
-        for equal programs.
-        """
-        order: dict[int, int] = {}
-        return [self._line(r, order) for r in self.records]
+        """Returns one line for each record, which are the same for equal programs.
 
-    def _line(self, r: Record, order: dict[int, int]) -> str:
-        words = [r.op, r.layout, r.dtype, f"{r.device}.{r.tag}.{r.phase}.{r.recompute:d}"]
-        scratch = r.declared.scratch if self._with_scratch else None  # its size is the processor's
-        for a in (a for i, a in enumerate(r.args) if i != scratch):
-            if isinstance(a, Range):
-                words.append(f"{a.space}:{a.offset}")
-            elif isinstance(a, OwnMemory) and id(a) not in self._value_ids and hasattr(a, "array"):
-                words.append(hashlib.sha256(a.array.tobytes()).hexdigest()[:16])
-            elif isinstance(a, (OwnMemory, Slot)):
-                words.append(
-                    f"value {order.setdefault(id(a), len(order))} {getattr(a, 'nbytes', '')}"
-                )
+        Lines don't contain addresses. Values are numbered in the order of their first use.
+        """
+        value_numbers: dict[int, int] = {}  # by id of the memory
+        return [self._format_record(record, value_numbers) for record in self.records]
+
+    def _format_record(self, record: Record, value_numbers: dict[int, int]) -> str:
+        """Returns a record as a line: the op, then its arguments."""
+        words = [
+            record.op,
+            record.layout,
+            record.dtype,
+            f"{record.device}.{record.tag}.{record.phase}.{record.recompute:d}",
+        ]
+        # The size of scratch memory depends on the processor, so it is not in the line.
+        scratch = record.declared.scratch if self._with_scratch else None
+        for argument in (a for i, a in enumerate(record.args) if i != scratch):
+            if isinstance(argument, Range):
+                words.append(f"{argument.space}:{argument.offset}")
+            elif self._is_constant(argument):
+                words.append(hashlib.sha256(argument.array.tobytes()).hexdigest()[:16])
+            elif isinstance(argument, (OwnMemory, Slot)):
+                number = value_numbers.setdefault(id(argument), len(value_numbers))
+                words.append(f"value {number} {getattr(argument, 'nbytes', '')}")
+            elif isinstance(argument, float):
+                words.append(f"{native.float_bits(argument):x} f")
             else:
-                words.append(f"{native.float_bits(a):x} f" if isinstance(a, float) else repr(a))
+                words.append(repr(argument))
         return " ".join(words)
 
+    def _is_constant(self, argument: Any) -> bool:
+        """Returns True for memory that no executor has allocated for a value."""
+        return (
+            isinstance(argument, OwnMemory)
+            and id(argument) not in self._value_ids
+            and hasattr(argument, "array")
+        )
 
-def _site() -> str:
-    """The line of the user's forward() that is running; nothing where only odyssey's own code
-    is.
+
+def _find_user_line() -> str:
+    """Returns the line of the user's forward() that is running, as " at FILE:LINE".
+
+    Returns an empty string if only code of odyssey is running. The search ends at
+    `Programs._run_pass`, because the code that called the trainer isn't part of forward().
     """
     frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name != "_pass":
+    while frame is not None and frame.f_code.co_name != "_run_pass":
         if frame.f_globals.get("__name__", "").partition(".")[0] != PACKAGE:
             return f" at {'/'.join(frame.f_code.co_filename.split(os.sep)[-2:])}:{frame.f_lineno}"
         frame = frame.f_back
@@ -116,11 +142,12 @@ def _site() -> str:
 
 @contextlib.contextmanager
 def watched(model: Module) -> Iterator[list[str]]:
-    """While it lasts, the list holds the layers of a model that are being computed, the
-    innermost last.
+    """Yields a list of the layers of a model that are being computed, the innermost last.
+
+    Within the `with` block forward() of each layer updates the list.
     """
     active_layers: list[str] = []
-    # with the forward() that is the object's own, if it has one
+    # id of a module -> the module, and the forward() that was set on the object itself, if any
     changed: dict[int, tuple[Module, Any]] = {}
 
     def watch(module: Module, name: str) -> None:
@@ -130,14 +157,14 @@ def watched(model: Module) -> Iterator[list[str]]:
         forward = module.forward
         title = f"{name} ({type(module).__name__})" if name else type(module).__name__
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
+        def noting_forward(*args: Any, **kwargs: Any) -> Any:
             active_layers.append(title)
             try:
                 return forward(*args, **kwargs)
             finally:
                 active_layers.pop()
 
-        vars(module)["forward"] = noted
+        vars(module)["forward"] = noting_forward
         for child, inner in module.named_children():
             watch(inner, f"{name}.{child}" if name else child)
 
@@ -152,21 +179,23 @@ def watched(model: Module) -> Iterator[list[str]]:
 
 
 def said(records: Sequence[Record], index: int, places: dict[int, str]) -> str:
-    """Record number `index` in words: the op, its numbers, its layer and line; or that there is
-    none.
+    """Returns record number `index` in words: the op, its numbers, its layer and source line.
+
+    `places` are the layers and lines by number of the forward op (`Listed.where`). If the program
+    has no such record, the result says so.
     """
     if index >= len(records):
         return f"no op: it has {len(records)}"
-    r = records[index]
+    record = records[index]
     numbers = [
-        f"{a:.9g}" if isinstance(a, float) else str(a)
-        for a in r.args
-        if isinstance(a, (int, float))
+        f"{argument:.9g}" if isinstance(argument, float) else str(argument)
+        for argument in record.args
+        if isinstance(argument, (int, float))
     ]
-    rounded = "" if r.dtype == "fp32" else f" in {r.dtype}"
-    return f"{r.op}{rounded} ({', '.join(numbers)}){places.get(r.tag, '')}"
+    precision = "" if record.dtype == "fp32" else f" in {record.dtype}"
+    return f"{record.op}{precision} ({', '.join(numbers)}){places.get(record.tag, '')}"
 
 
 def first_difference(a: Sequence[str], b: Sequence[str]) -> int | None:
-    """The number of the first line that is not the same in both; None: all are."""
+    """Returns the number of the first line that differs between a and b, or None if none does."""
     return next((i for i in range(max(len(a), len(b))) if a[i : i + 1] != b[i : i + 1]), None)

@@ -49,8 +49,7 @@ def chosen(
         if isinstance(selected[name], str):
             raise ConfigError(
                 f"[train] there is no metric {metric!r}; give one of {', '.join(by_name)}, top5 "
-                "(any number), or in "
-                "Python a dict of names and functions of (output, target)"
+                "(any number), or in Python a dict of names and functions of (output, target)"
             )
         if (
             not isinstance(name, str)
@@ -60,8 +59,7 @@ def chosen(
         ):
             raise ConfigError(
                 f"[train] metrics has {name!r}: {metric!r}; allowed are words, with functions of "
-                "(output, target) or "
-                f"one of {', '.join(by_name)}, top5 (any number)"
+                f"(output, target) or one of {', '.join(by_name)}, top5 (any number)"
             )
     if len(selected) > (max_metrics := END_METRIC - FIRST_METRIC):
         raise ConfigError(
@@ -105,10 +103,8 @@ def record(
                     else f"a {type(value).__name__}"
                 )
                 raise ConfigError(
-                    f"[train] the metric {name} gave {description}; it must give a Tensor, a "
-                    "value of "
-                    "each sample "
-                    f"({executor.samples}, ...) or one number, made with the ops of "
+                    f"[train] the metric {name} gave {description}; it must give a Tensor, a value "
+                    f"of each sample ({executor.samples}, ...) or one number, made with the ops of "
                     "odyssey.functional"
                 )
             value = F.mean(value) if value.shape else value

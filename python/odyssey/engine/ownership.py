@@ -34,39 +34,48 @@ if TYPE_CHECKING:
 
 
 def overlaps(run: tuple[int, int], runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The parts of a run (start, length) that are in one of several runs, in order, that do not
-    overlap.
+    """Returns the parts of a run (start, length) that are also in one of `runs`.
+
+    `runs` must be in order and must not overlap each other.
     """
-    lo, n = run
-    first = max(bisect.bisect_right(runs, (lo, math.inf)) - 1, 0)
-    inside = itertools.takewhile(
-        lambda interval: interval[0] < lo + n, itertools.islice(runs, first, None)
-    )
-    cut = ((max(lo, a), min(lo + n, a + k)) for a, k in inside)
-    return [(a, b - a) for a, b in cut if b > a]
+    start, length = run
+    end = start + length
+    first = max(bisect.bisect_right(runs, (start, math.inf)) - 1, 0)
+    parts = []
+    for run_start, run_length in itertools.islice(runs, first, None):
+        if run_start >= end:
+            break
+        part_start = max(start, run_start)
+        part_end = min(end, run_start + run_length)
+        if part_end > part_start:
+            parts.append((part_start, part_end - part_start))
+    return parts
 
 
 def without(runs: list[tuple[int, int]], removed: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The parts of runs (start, length), in their order, that are in none of others."""
+    """Returns the parts of `runs` (start, length), in their order, that are in none of `removed`.
+
+    `runs` must be in order.
+    """
     removed = sorted(removed)
     remaining = []
-    first = 0
-    for lo, n in runs:
-        end = lo + n
-        while first < len(removed) and sum(removed[first]) <= lo:
+    first = 0  # the first removed run that doesn't end before the current run
+    for start, length in runs:
+        end = start + length
+        while first < len(removed) and sum(removed[first]) <= start:
             first += 1
-        for a, k in itertools.takewhile(
-            lambda run, end=end: run[0] < end, itertools.islice(removed, first, None)
-        ):
-            if a > lo:
-                remaining.append((lo, a - lo))
-            lo = max(lo, a + k)
-        if lo < end:
-            remaining.append((lo, end - lo))
+        for removed_start, removed_length in itertools.islice(removed, first, None):
+            if removed_start >= end:
+                break
+            if removed_start > start:
+                remaining.append((start, removed_start - start))
+            start = max(start, removed_start + removed_length)
+        if start < end:
+            remaining.append((start, end - start))
     return remaining
 
 
-WINDOW_FLOATS = 1 << 20  # parameters of which a digest is taken at a time
+WINDOW_FLOATS = 1 << 20  # parameters that `Ownership.digest` sums between ranks at a time
 
 
 class Owned(NamedTuple):
@@ -81,8 +90,13 @@ class Owned(NamedTuple):
 def owned(
     offset: int, shape: tuple[int, ...], piece: tensor_parallel.Piece | None, t: int
 ) -> Owned:
-    """The share of rank t of a tensor-parallel group in a parameter; without a piece it is
-    everybody's.
+    """Returns the share of one rank of a tensor-parallel group in a parameter.
+
+    Args:
+        offset: the place of the parameter in the arena.
+        shape: the shape of the whole parameter.
+        piece: how the parameter is split. None: every rank has all of it.
+        t: the rank in the group.
     """
     floats = -(-math.prod(shape) // 16) * 16
     if piece is None or piece.axis is None:
@@ -92,11 +106,10 @@ def owned(
     if piece.axis == 0:
         run = (offset + lo * row, (hi - lo) * row)
         return Owned(run, [run], True)
-    # columns: gradients of the others' are zero, and what becomes of their parameters here is never
-    # used
-    return Owned(
-        (offset, floats), [(offset + r * row + lo, hi - lo) for r in range(shape[0])], True
-    )
+    # A split by columns isn't one run, so this rank updates the whole parameter. The gradients of
+    # other ranks' columns are zero here, and nobody uses the parameters in them.
+    columns = [(offset + r * row + lo, hi - lo) for r in range(shape[0])]
+    return Owned((offset, floats), columns, True)
 
 
 class Ownership:
@@ -125,24 +138,34 @@ class Ownership:
         # the position in the pipeline of a record
         self._place_of: Callable[[Record], int] = lambda r: 0
         # parameter (offset) -> positions in the pipeline of the ops that read it
-        self._used: dict[int, list[int]] = {}
+        self._positions_by_offset: dict[int, list[int]] = {}
         # parameters of several positions, and the one that updates them
         self._shared_params: dict[str, int] = {}
         self._parts: Parts
-        self._lent = 0  # bytes of parameters of several positions that this rank has sent
+        self._shared_bytes_sent = (
+            0  # bytes of parameters of several positions that this rank has sent
+        )
         self._valid: list[tuple[int, int]] = []  # runs that come out right here,
         # and of them those of no rank before this one of its model
         self._unique_in_model: list[tuple[int, int]] | None = None
 
-    def settle(self, records: list[Record], n: int) -> None:
-        """Cuts the parameters by the program of one shard of n samples; once."""
+    def settle(self, records: list[Record], samples: int) -> None:
+        """Cuts the parameters into buckets, by the program of one shard. Call it once.
+
+        Args:
+            records: the program of a shard on one rank.
+            samples: the samples of the shard.
+
+        Raises:
+            ConfigError: The model's placement doesn't fit the pipeline.
+        """
         lay = self.layout
         constant = [name for name, _ in self.arena.buffers]
         unused = [name for name in bucketing.unused(records, self.arena) if name not in constant]
         if unused:
             self.warnings.append(f"no gradient reaches {', '.join(unused)}: counted as zero")
         if lay.split:
-            buckets = [self._share(records, n)]
+            buckets = [self._settle_share(records, samples)]
         else:
             cuts = lay.comm.size > 1 or lay.offload
             limit = lay.bucket_floats(self.arena.size) if cuts else self.arena.size
@@ -168,7 +191,9 @@ class Ownership:
         if not self.settled:
             return None
         if self.layout.split:
-            return fingerprint.hash_of([(o, places[0]) for o, places in sorted(self._used.items())])
+            return fingerprint.hash_of(
+                [(o, places[0]) for o, places in sorted(self._positions_by_offset.items())]
+            )
         return fingerprint.hash_of([(b.names, b.floats) for b in self._parts.buckets])
 
     def placing(self, records: list[Record]) -> Callable[[Record], int]:
@@ -184,15 +209,18 @@ class Ownership:
 
         place_of = self._place_of
         if self.cut_by not in (None, stages.ops_of(records)):
-            place_of = stages.placed_like(records, self.arena, self._used)
-        if self._used:
-            stages.check_used(records, self.arena, place_of, self._used)
+            place_of = stages.placed_like(records, self.arena, self._positions_by_offset)
+        if self._positions_by_offset:
+            stages.check_used(records, self.arena, place_of, self._positions_by_offset)
         return place_of
 
-    def _first_placing(self, records: list[Record], n: int) -> Callable[[Record], int]:
-        """From records to positions in the pipeline: by the model's own placement, or an
-        automatic one. Raises ConfigError: the model is placed on a number of devices that
-        does not fit.
+    def _place_model(self, records: list[Record], samples: int) -> Callable[[Record], int]:
+        """Returns a function from records to positions in the pipeline.
+
+        A model that the user hasn't placed on devices is cut automatically.
+
+        Raises:
+            ConfigError: The model is placed on a number of devices that doesn't fit the pipeline.
         """
         pp = self.layout.mesh.pp
         interleaved = self.layout.schedule == "interleaved"
@@ -205,7 +233,7 @@ class Ownership:
             count = 2 * pp if interleaved else pp
             measured = self.layout.reduction.same_bits
             stage_of, plan = costs.stages(
-                records, self.arena, n, count, self.layout.comm, measured=measured
+                records, self.arena, samples, count, self.layout.comm, measured=measured
             )
             by = "measured cost" if measured else "bytes touched"
             self.plans.append(f"the model is cut into {len(plan.parts)} stages by {by}:\n{plan}")
@@ -218,17 +246,20 @@ class Ownership:
         index = {d: i for i, d in enumerate(devices)}
         return lambda r: index[r.device] % pp if interleaved else index[r.device] * pp // placed
 
-    def _share(self, records: list[Record], n: int) -> bucketing.Bucket:
-        """The parameters of this rank's part of the model, as one bucket."""
+    def _settle_share(self, records: list[Record], n: int) -> bucketing.Bucket:
+        """Settles this rank's part of the model, and returns its parameters as one bucket."""
         if self.layout.mesh.pp > 1:
-            self._place_of = self._first_placing(records, n)
+            self._place_of = self._place_model(records, n)
         place_of = self.placing(records)
         users: dict[int, dict[int, int]] = {}
         for r in sorted(records, key=lambda r: r.tag):
             for o in bucketing.touched(r, self.arena, native.PARAMS):
                 users.setdefault(o, {}).setdefault(r.tag, place_of(r))
-        self._used = {o: list(by_op.values()) for o, by_op in users.items()}
-        positions = {n: self._used.get(o, [self.groups.p]) for n, o in self.arena.offsets.items()}
+        self._positions_by_offset = {o: list(by_op.values()) for o, by_op in users.items()}
+        positions = {
+            n: self._positions_by_offset.get(o, [self.groups.p])
+            for n, o in self.arena.offsets.items()
+        }
         self._shared_params = {
             n: places[0] for n, places in positions.items() if len(set(places)) > 1
         }
@@ -265,7 +296,10 @@ class Ownership:
         return self.arena.params.nbytes if not self.settled else self._parts.nbytes
 
     def norm(self, sums: Sums) -> float:
-        """The Euclidean norm of all gradients, the same bits whoever has which of them."""
+        """Returns the Euclidean norm of all gradients, with the same bits in every layout.
+
+        Collective if ranks have different gradients.
+        """
         groups = self.groups
         comm = self.layout.comm
 
@@ -278,9 +312,11 @@ class Ownership:
             return groups.model.all_reduce(a, "sum") if self.layout.split else a
 
         runs = sums.counted
-        if runs is None:  # without buffers, which lie behind all parameters
-            cut = ((u.grads, min(self.arena.trained - u.at, u.n)) for u in sums.updates)
-            runs = [(address, n) for address, n in cut if n > 0]
+        if runs is None:
+            # Buffers, which have no gradients, are after all parameters in the arena.
+            trained = self.arena.trained
+            candidates = ((u.grads, min(trained - u.at, u.n)) for u in sums.updates)
+            runs = [(address, floats) for address, floats in candidates if floats > 0]
         return global_norm(runs, largest, total, self._team)
 
     # --- what of all parameters this rank stands for ---
@@ -294,18 +330,21 @@ class Ownership:
         return self._valid if self.layout.split and self.settled else [(0, self.arena.size)]
 
     def counted_updates(self, updates: list[Update]) -> list[Update]:
-        """Returns what this rank counts of these updates, so that all ranks count each parameter
-        once; collective.
+        """Returns the parts of the updates that this rank counts. Collective.
+
+        All ranks together count each parameter once.
         """
-        lay = self.layout
-        if not lay.split:
-            return updates if lay.zero or lay.comm.rank == 0 else []
+        layout = self.layout
+        if not layout.split:
+            return updates if layout.zero or layout.comm.rank == 0 else []
         counted = []
         unique_runs = self._unique_runs
-        for u in updates:
-            for a, b in overlaps((u.at, u.n), unique_runs):
-                shift = a - u.at
-                counted.append(Update(u.params + 4 * shift, u.grads + 4 * shift, 0, b, a))
+        for update in updates:
+            for start, floats in overlaps((update.at, update.n), unique_runs):
+                shift = 4 * (start - update.at)  # in bytes
+                params = update.params + shift
+                grads = update.grads + shift
+                counted.append(Update(params, grads, state=0, n=floats, at=start))
         return counted
 
     @property
@@ -330,9 +369,11 @@ class Ownership:
         return self._parts.held() if self.settled else iter([(0, self.arena.params, 0)])
 
     def saved(self) -> Iterator[tuple[str, list[tuple[int, int]], np.ndarray, int, int]]:
-        """Returns what this rank saves, so that all ranks together save each number once: a
-        parameter's name, runs of it, an array, and the shifts from its numbers to those of
-        the array and of the optimizer's state.
+        """Yields the parameters that this rank saves. All ranks together save each number once.
+
+        Each is (name, runs, array, array shift, state shift). The runs (start, length) are numbers
+        of the parameter. Number i of the parameter is number i + array shift of the array, and
+        number i + state shift of the optimizer's state.
         """
         unique_runs = (
             self._unique_runs
@@ -343,22 +384,23 @@ class Ownership:
         for lo, params, state in self.held():
             first = max(bisect.bisect_right(tensors, (lo, math.inf)) - 1, 0)
             hi = lo + params.size
-            for offset, size, name in itertools.takewhile(
-                lambda tensor, hi=hi: tensor[0] < hi, tensors[first:]
-            ):
-                a = max(offset, lo)
-                b = min(offset + size, hi)
-                runs = (
-                    [(start - offset, n) for start, n in overlaps((a, b - a), unique_runs)]
-                    if a < b
-                    else []
-                )
+            for offset, size, name in tensors[first:]:
+                if offset >= hi:
+                    break
+                start = max(offset, lo)
+                end = min(offset + size, hi)
+                if start >= end:
+                    continue
+                saved_runs = overlaps((start, end - start), unique_runs)
+                runs = [(run_start - offset, n) for run_start, n in saved_runs]
                 if runs:
-                    yield name, runs, params, offset - lo, offset - lo + state
+                    shift = offset - lo
+                    yield name, runs, params, shift, shift + state
 
     def digest(self) -> str:
-        """SHA-256 over all parameters in the arena's layout; a collective call if they are
-        spread over ranks.
+        """Returns the SHA-256 over all parameters in the arena's layout.
+
+        Collective if the parameters are spread over ranks.
         """
         if not self.settled or not (self._parts.partitioned or self.groups.model.size > 1):
             return hashlib.sha256(self.parameters()).hexdigest()
@@ -366,7 +408,7 @@ class Ownership:
         window = np.empty(min(WINDOW_FLOATS, self.arena.size), np.int32)
         unique_runs = self._unique_runs
         parts = [(lo, params.view(np.int32)) for lo, params, _ in self.held()]
-        # whole numbers: the others add zeros to what one has
+        # The bits are summed as integers. One rank has them, and all other ranks add zeros.
         for start in range(0, self.arena.size, WINDOW_FLOATS):
             part = window[: self.arena.size - start]
             part[:] = 0
@@ -381,14 +423,18 @@ class Ownership:
     # --- everything on every rank ---
 
     def parameters(self) -> np.ndarray:
-        """All parameters, in the arena's layout, on every rank; collective if they are spread
-        over ranks.
+        """Returns all parameters in the arena's layout, on every rank.
+
+        Collective if the parameters are spread over ranks.
         """
-        return self._complete(self._parts.parameters()) if self.settled else self.arena.params
+        return self._complete_model(self._parts.parameters()) if self.settled else self.arena.params
 
     def load(self, read: Callable[[int, np.ndarray], None]) -> None:
-        """Takes what this rank has from `read`, which puts the arena's parameters from a place
-        on into an array.
+        """Loads the parameters that this rank keeps.
+
+        Args:
+            read: called as read(place, array), fills the array with the parameters that start at
+                a place (in floats) of the arena.
         """
         if not self.settled:
             read(0, self.arena.params)
@@ -396,13 +442,14 @@ class Ownership:
             self._parts.load(read)
 
     def state(self, array: np.ndarray) -> np.ndarray:
-        """An array of the optimizer's state of this rank, as one of the arena's layout on every
-        rank; collective.
-        """
-        return self._complete(self._parts.state(array)) if self.settled else array
+        """Returns an array of the optimizer's state in the arena's layout, on every rank.
 
-    def _complete(self, flat: np.ndarray) -> np.ndarray:
-        """Completes an array of which this rank has the floats of its share of the model."""
+        It has the parts of all ranks. Collective.
+        """
+        return self._complete_model(self._parts.state(array)) if self.settled else array
+
+    def _complete_model(self, flat: np.ndarray) -> np.ndarray:
+        """Fills in the floats of the other ranks' shares of the model, and returns the array."""
         comm = self.groups.model
         if comm.size == 1:
             return flat
@@ -420,15 +467,17 @@ class Ownership:
         return flat
 
     def updated(self) -> None:
-        """After an update: brings parameters to the ranks that compute with them."""
+        """Brings parameters to the ranks that compute with them, after an update. Collective."""
         if self.settled:
             self._parts.changed()
         for name, place in self._shared_params.items():
             value = self.arena.view(self.arena.params, name)
             self.groups.pp.broadcast(value, place)
-            self._lent += value.nbytes * (self.groups.pp.size - 1) * (place == self.groups.p)
+            self._shared_bytes_sent += (
+                value.nbytes * (self.groups.pp.size - 1) * (place == self.groups.p)
+            )
 
     @property
     def bytes_sent(self) -> int:
         """Bytes of parameters that this rank has sent to ranks that compute with them, so far."""
-        return self._lent + (self._parts.bytes_sent if self.settled else 0)
+        return self._shared_bytes_sent + (self._parts.bytes_sent if self.settled else 0)

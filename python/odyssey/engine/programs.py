@@ -1,16 +1,17 @@
-"""Programs of a model, its loss and metrics for a shard: recorded, and kept for the settings
-they were recorded with.
+"""Programs of a model, its loss and its metrics for one shard. They are recorded, and kept with the
+settings that the model had.
 
-    number      core/setting_versions.py: one comparison a step; an attribute, mode or requires_grad
-                changed
-    settings    all of these (nn/settings.py); for each that was met a program per form of a shard
-                is kept
-    lines       of a program (listing.py): what it is, to be compared with another recording, rank
-                or checkpoint
+    version     a number that grows when an attribute, a mode or a requires_grad changes
+                (core/setting_versions.py). A step compares it with the last one seen.
+    settings    the values of all of these (nn/settings.py). For each combination that occurred,
+                one program is kept for each size and form of a shard.
+    lines       the text of a program (listing.py), for comparison with another recording, another
+                rank or a checkpoint
 
-What no number tells of, a global or a list that forward() reads, is found by recording again
-(`again`), at epochs, checkpoints and resumes. A forward() that is not the same twice would depend
-on how many shards a rank computes: it is refused when it is first recorded.
+The version doesn't change with a global or with a list that forward() reads. Such changes show up
+when the program is recorded again (`astray`), at epochs, checkpoints and resumes. A forward() that
+does something else in each call would depend on the number of shards of a rank. It raises an error
+when it is first recorded.
 """
 
 from __future__ import annotations
@@ -36,53 +37,52 @@ from ..nn.module import in_mode
 from .listing import Listed, first_difference, said, watched
 from .metrics import record as record_metrics
 
-MAX_SETTINGS = 8  # settings whose programs are kept; a schedule of dropout has one a step
+# Settings whose programs are kept. A schedule of dropout has new settings in each step.
+MAX_SETTINGS = 8
 
 Executor = Recorder | ShardEager
 
 
 class ModelSettings(NamedTuple):
-    """Settings that were met: their number, the attributes of each module, and the names of what
-    is not trained.
-    """
+    """One combination of settings that the model had."""
 
     number: int
-    snapshot: list[tuple[Any, dict[str, Any]]]
-    frozen: tuple[str, ...]
+    snapshot: list[tuple[Any, dict[str, Any]]]  # modules (and loss modules) with their attributes
+    frozen: tuple[str, ...]  # names of parameters that aren't trained
 
 
-Key = tuple[Any, ...]  # samples of a shard, whether they must be in lanes, and the form
+# Of settings: the frozen parameters and all attributes. Of a recording: the number of its settings,
+# the samples of a shard, True if they must be in lanes, and the form.
+Key = tuple[Any, ...]
 
 
 class Recording(NamedTuple):
-    """A recorded program: as the model makes it, the same on all ranks.
+    """A recorded program of the whole model, which is the same on all ranks.
 
-    Neither is to be changed.
+    Nobody may change its lists or records.
     """
 
     records: list[Record]
     lines: list[str]
     fingerprint: int  # 63 bits of a hash over the lines
-    # the lines without those of metrics, which a resumed training may have others of
+    # The lines without the ones of metrics. A resumed training run may have other metrics.
     training: list[str]
-    extent: int  # the most lanes of one of its tensors
+    extent: int  # lanes of the tensor that has most
 
 
 class Programs:
-    """The programs of a model, with a backward pass if `train`.
-
-    See the head of this file.
+    """The programs of a model, with a backward pass if `train`. See the head of this file.
 
     Args:
-        gpu: whether the shards are computed on GPUs.
-        eager: whether shards are computed op by op. Programs are then recorded to compare them.
-        like: the programs for training, where these are for evaluation.
-        Others: as Engine has them.
+        gpu: True if shards are computed on GPUs.
+        eager: True if shards are computed op by op. Programs are then only recorded for comparison.
+        like: the programs for training, if these are for evaluation.
+        Others: see Engine.
 
     Attributes:
-        setting: a number for what the model was set to when `current` was called last.
-        outputs: of the model, as the loss saw them; metric_at: places of metrics among the
-            statistics; once recorded.
+        setting: the number of the settings when `current` was called last.
+        outputs: the number of the model's outputs, which the loss sets. None before a recording.
+        metric_at: the place of each metric among the statistics. Empty before a recording.
     """
 
     def __init__(
@@ -110,46 +110,55 @@ class Programs:
         self.scaled = scaled
         self.gpu = gpu
         self.eager = eager
-        self.shape: tuple[int, Form] | None = None  # of a shard of the last batch
-        self._used = 0  # the settings that it was computed with
-        # settings and shapes since `astray` was asked last
+        self.shape: tuple[int, Form] | None = None  # samples and form of a shard of the last batch
+        self._used_setting = 0  # number of the settings that the last batch was computed with
+        # (number of the settings, samples, form) of the batches since the last call of `astray`.
         self._recent_runs: dict[tuple[int, int, Form], None] = {}
-        self._strayed = ""  # what it has to say of those that are not known any more
-        self._of_metrics = 0, 0  # records of metrics, in the latest recording
+        # The change that `astray` reports for settings that aren't kept any more. Empty if none.
+        self._dropped_change = ""
+        # First record of metrics and one past the last, in the latest recording.
+        self._metric_records = 0, 0
         self.metric_at: dict[str, int] = {}
         self.outputs: int | None = None
-        # attributes that it sets
+        # Attributes that forward() sets: id of the module, name. They aren't settings.
         self.by_forward: set[tuple[int, str]] = set() if like is None else like.by_forward
-        self._seen_version = -1  # the number at which the settings were looked at
+        self._seen_version = -1  # version of the settings at the last `look`. -1: look again
         self._numbers = itertools.count(1)
         self._settings_by_key: dict[Key, ModelSettings] = {}
         self._recordings: dict[Key, Recording] = {}
         self._modules = dict(self.model.named_modules())
         self._parameters = dict(self.model._state())
-        # lists and dicts, which change without a word, and their copies
-        self._inside: list[tuple[Any, Any]] = []
+        # Settings that are lists or dicts, with copies. Changes in them don't change the version.
+        self._mutable_values: list[tuple[Any, Any]] = []
         self.setting = 0
 
     # --- settings ---
 
     def current(self) -> int:
-        """The number of what the model is set to now.
+        """Returns the number of the model's settings.
 
-        Raises ConfigError: it has other parameters or submodules.
+        Raises:
+            ConfigError: The model has other parameters or submodules than before.
         """
         if setting_versions.models.value != self._seen_version or any(
-            value != copied for value, copied in self._inside
+            value != copied for value, copied in self._mutable_values
         ):
             self.look()
         return self.setting
 
     def look(self) -> None:
-        """Looks at all settings once more."""
+        """Reads all settings of the model and sets `setting` to their number.
+
+        If the model had the same settings before, the number and the programs are the same again.
+
+        Raises:
+            ConfigError: The model has other parameters or submodules than before.
+        """
         self._seen_version = setting_versions.models.value
         self._check_structure()
         snapshot: dict[int, tuple[Any, dict[str, Any]]] = {}
         entries: list[tuple[str, Any]] = []
-        self._inside = []
+        self._mutable_values = []
         for prefix, module in (("", self.model), ("loss.", self.loss)):
             if not isinstance(module, Module):
                 continue
@@ -161,8 +170,8 @@ class Programs:
                     (prefix + key, repr(settings.encoded(value)) if plain else id(value))
                 )
                 if plain and _may_change(value):
-                    self._inside.append((value, copy.deepcopy(value)))
-                    value = self._inside[-1][1]
+                    self._mutable_values.append((value, copy.deepcopy(value)))
+                    value = self._mutable_values[-1][1]
                 snapshot.setdefault(id(owner), (owner, {}))[1][name] = value
         frozen = tuple(name for name, p in self.arena.named if not p.requires_grad)
         key = (frozen, *entries)
@@ -171,34 +180,47 @@ class Programs:
             model_settings.number != self.setting and self._is_stale(model_settings.number)
         ):
             model_settings = ModelSettings(next(self._numbers), list(snapshot.values()), frozen)
-        self._settings_by_key[key] = model_settings
+        self._settings_by_key[key] = model_settings  # as the last one
         self.setting = model_settings.number
         while len(self._settings_by_key) > MAX_SETTINGS:
-            dropped = self._settings_by_key[next(iter(self._settings_by_key))]
-            for run in [run for run in self._recent_runs if run[0] == dropped.number]:
-                self._strayed = self._strayed or self._differs(*run)
-                del self._recent_runs[run]
-            self._settings_by_key = {
-                key: model_settings
-                for key, model_settings in self._settings_by_key.items()
-                if model_settings is not dropped
-            }
-            self._recordings = {k: r for k, r in self._recordings.items() if k[0] != dropped.number}
+            self._drop_oldest_settings()
+
+    def _drop_oldest_settings(self) -> None:
+        """Drops the settings that were used least recently, with their programs.
+
+        Their programs can't be recorded again later, so they are compared now (`astray`).
+        """
+        dropped = self._settings_by_key[next(iter(self._settings_by_key))]
+        for run in [run for run in self._recent_runs if run[0] == dropped.number]:
+            self._dropped_change = self._dropped_change or self._describe_change(*run)
+            del self._recent_runs[run]
+        self._settings_by_key = {
+            key: model_settings
+            for key, model_settings in self._settings_by_key.items()
+            if model_settings is not dropped
+        }
+        self._recordings = {
+            key: recording
+            for key, recording in self._recordings.items()
+            if key[0] != dropped.number
+        }
 
     def _is_stale(self, number: int) -> bool:
-        """Returns True if the program kept for these settings, which are set again, is another
-        one now: meanwhile what forward() reads beyond attributes of modules has changed.
+        """Returns True if the model computes something else than its recording for these settings.
+
+        The model has the settings again, but forward() may read a global that has changed. One
+        program is recorded again for the comparison.
         """
         kept_key = next((key for key in self._recordings if key[0] == number), None)
         if kept_key is None:
             return False
-        _, n, lanes, *form = kept_key
-        recording, _ = self._recorded_once(n, Form(*form), lanes)
+        _, samples, lanes, *form = kept_key
+        recording, _ = self._record_once(samples, Form(*form), lanes)
         return first_difference(self._recordings[kept_key].lines, recording.lines) is not None
 
     def _check_structure(self) -> None:
-        """Raises ConfigError: a module or parameter was added, replaced or taken away since the
-        trainer was made.
+        """Raises ConfigError if a submodule or parameter was added, replaced or removed since the
+        trainer was created.
         """
         modules = dict(self.model.named_modules())
         parameters = dict(self.model._state())
@@ -226,8 +248,9 @@ class Programs:
                     )
 
     def values(self) -> dict[str, Any]:
-        """Returns what the model is set to, as a checkpoint has it: without what forward()
-        itself sets.
+        """Returns the model's settings by key, as a checkpoint holds them.
+
+        Attributes that forward() sets are not among them.
         """
         forward_keys = {
             key
@@ -242,89 +265,115 @@ class Programs:
 
     # --- recordings ---
 
-    def recorded(self, n: int, form: Form, lanes: bool = False) -> Recording:
-        """The program of a shard of n samples, of the present settings; however few, in `lanes`.
+    def recorded(self, samples: int, form: Form, lanes: bool = False) -> Recording:
+        """Returns the program of a shard for the current settings, and records it if necessary.
 
-        Raises ConfigError: forward() looks at values, or is not the same twice.
+        Args:
+            samples: the samples of the shard.
+            form: the arrays of one sample.
+            lanes: True: the samples must be in lanes, even if there are few.
+
+        Raises:
+            ConfigError: forward() looks at values, or isn't the same twice.
         """
-        key = (self.current(), n, lanes, *form)
+        key = (self.current(), samples, lanes, *form)
         if key not in self._recordings:
-            recording = self._recorded_twice(n, form, lanes)
-            self._seen_version = -1  # forward() may have set attributes, known as its own now
-            key = (self.current(), n, lanes, *form)
+            recording = self._record_twice(samples, form, lanes)
+            # The recording shows which attributes forward() sets. They aren't settings, so the
+            # number of the settings may be another one now.
+            self._seen_version = -1
+            key = (self.current(), samples, lanes, *form)
             self._recordings[key] = recording
         return self._recordings[key]
 
-    def tail(self, n: int, tail_size: int, form: Form) -> int:
-        """Samples of the program of a last shard that has `tail_size` where the others have n: so
-        many, where that saves work and nothing but sizes is another, in the layout of the
-        others; else n, the missing ones being zeros.
+    def tail(self, samples: int, tail_size: int, form: Form) -> int:
+        """Returns the samples of the program that the last shard of a batch uses.
+
+        The result is `tail_size` if a smaller program saves work, and if it differs from the
+        program for full shards only in sizes. Otherwise it is `samples`: the last shard uses the
+        program for full shards, and its missing samples are zeros.
+
+        Args:
+            samples: the samples of a full shard.
+            tail_size: the samples of the last shard. 0 if that is full, too.
+            form: the arrays of one sample.
         """
-        full_recording = self.recording(n, form) if tail_size and not self.gpu else None
-        lanes = layout_of(n) == "lanes"
-        groups = native.library().lanes
-        if full_recording is None or (
-            lanes
-            and -(-full_recording.extent // groups)
-            == -(-full_recording.extent * tail_size // n // groups)
-        ):
-            return n
+        full_recording = self.recording(samples, form) if tail_size and not self.gpu else None
+        if full_recording is None:
+            return samples
+        lanes = layout_of(samples) == "lanes"
+        if lanes:
+            # Kernels compute whole vectors of lanes. As many vectors are as much work.
+            vector = native.library().lanes
+            extent = full_recording.extent
+            if -(-extent // vector) == -(-extent * tail_size // samples // vector):
+                return samples
         try:
             tail_recording = self.recorded(tail_size, form, lanes)
-        except OdysseyError:  # a model that counts on the size
-            return n
-        return (
-            tail_size
-            if _skeleton(tail_recording.records) == _skeleton(full_recording.records)
-            else n
-        )
+        except OdysseyError:
+            # The model requires the size of a full shard.
+            return samples
+        same_ops = _list_ops(tail_recording.records) == _list_ops(full_recording.records)
+        return tail_size if same_ops else samples
 
     def rows(self, form: Form) -> int:
-        """Rows of a sample in lanes, as most of one tensor of the model's: 1 for an image, for a
-        text its tokens.
+        """Returns how many lanes one sample takes in the largest tensor of the model.
+
+        That is 1 for an image, and the number of tokens for a text.
         """
         recorder = self.recorder(1, lanes=True)
         self.traced(recorder, 1, form)
         return max(recorder.extent, 1)
 
-    def recording(self, n: int, form: Form) -> Recording | None:
-        """The same; None where shards are computed op by op and forward() looks at values."""
+    def recording(self, samples: int, form: Form) -> Recording | None:
+        """Returns the program of a shard, as `recorded` does.
+
+        Returns None if shards are computed op by op and forward() looks at values, because such a
+        model can't be recorded.
+        """
         try:
-            return self.recorded(n, form)
+            return self.recorded(samples, form)
         except ConfigError as problem:
             if not (self.eager and str(problem).startswith("[replay]")):
                 raise
             return None
 
-    def _recorded_twice(self, n: int, form: Form, lanes: bool) -> Recording:
-        first, wrote = self._recorded_once(n, form, lanes)
-        second, wrote_again = self._recorded_once(n, form, lanes)
+    def _record_twice(self, samples: int, form: Form, lanes: bool) -> Recording:
+        """Records a program twice and returns the first recording.
+
+        Raises:
+            ConfigError: The recordings differ, or forward() sets an attribute to another value in
+                each call.
+        """
+        first, wrote = self._record_once(samples, form, lanes)
+        second, wrote_again = self._record_once(samples, form, lanes)
         name = type(self.model).__name__
         for key, value in wrote_again.items():
             if wrote.get(key, value) != value:
                 raise ConfigError(
                     f"[train] forward() of {name} sets {key} to something else each time "
-                    f"({wrote[key]}, then {value}): "
-                    "how often it runs depends on the layout; count steps in a callback "
-                    "(on_step_end) instead"
+                    f"({wrote[key]}, then {value}): how often it runs depends on the layout; count "
+                    "steps in a callback (on_step_end) instead"
                 )
         index = first_difference(first.lines, second.lines)
         if index is not None:
             raise ConfigError(
                 f"[train] forward() of {name} is not the same twice: op {index + 1}, "
-                f"{self.told(second, index, n, form)}. "
-                "It draws from random or NumPy, or counts its calls, and how often it runs "
-                "depends on the layout; use "
-                "nn.Dropout or a transform of the data, or set an attribute by step in a callback"
+                f"{self.told(second, index, samples, form)}. It draws from random or NumPy, or "
+                "counts its calls, and how often it runs depends on the layout; use nn.Dropout "
+                "or a transform of the data, or set an attribute by step in a callback"
             )
         return first
 
-    def _recorded_once(
-        self, n: int, form: Form, lanes: bool = False
+    def _record_once(
+        self, samples: int, form: Form, lanes: bool = False
     ) -> tuple[Recording, dict[str, str]]:
-        """A recording, and the values that forward() has set."""
-        recorder = self.recorder(n, lanes)
-        attributes = self.traced(recorder, n, form)
+        """Returns a recording, and the values as text of the attributes that forward() has set.
+
+        The values are by path of the module and name of the attribute.
+        """
+        recorder = self.recorder(samples, lanes)
+        attributes = self.traced(recorder, samples, form)
         paths = {id(m): path for path, m in self.model.named_modules()}
         wrote = {
             f"{paths[id(owner)]}.{name}".lstrip("."): repr(vars(owner)[name])
@@ -332,65 +381,74 @@ class Programs:
             if id(owner) in paths and settings.is_value(vars(owner).get(name, ...))
         }
         lines = Listed(recorder.records).lines()
-        first, last = self._of_metrics
+        first, last = self._metric_records
         training = Listed([*recorder.records[:first], *recorder.records[last:]]).lines()
         return Recording(recorder.records, lines, hash_of(lines), training, recorder.extent), wrote
 
-    def recorder(self, n: int, lanes: bool = False) -> Recorder:
-        """A recorder for a shard of n samples."""
-        recorder = Recorder(self.arena, 4 * self.arena.size, n, self.precision)
+    def recorder(self, samples: int, lanes: bool = False) -> Recorder:
+        """Returns a recorder for a shard of `samples` samples."""
+        recorder = Recorder(self.arena, 4 * self.arena.size, samples, self.precision)
         recorder.in_lanes = self.gpu or lanes
         recorder.gpu = self.gpu
         return recorder
 
-    def note_run(self, n: int, form: Form) -> None:
-        """A batch is run, with the program of the present settings."""
-        self.shape = (n, form)
-        self._used = self.setting
-        self._recent_runs[self.setting, n, form] = None
+    def note_run(self, samples: int, form: Form) -> None:
+        """Notes that a batch runs with the current settings, for `shape` and `astray`."""
+        self.shape = (samples, form)
+        self._used_setting = self.setting
+        self._recent_runs[self.setting, samples, form] = None
 
     def astray(self) -> str:
-        """The first op of a program, of the last batch or one since this was asked last, that is
-        another one when it is recorded again with the settings of that batch, in words;
-        empty: none is, or there was no such program.
+        """Records the programs of recent batches again and describes the first op that differs.
+
+        Recent batches are the last one and all others since the last call. Each program is recorded
+        with the settings of its batch. A difference means that forward() reads something that isn't
+        a setting and has changed. Returns an empty string if no program differs.
         """
-        message = self._strayed
-        self._strayed = ""
+        message = self._dropped_change
+        self._dropped_change = ""
         for run in self._recent_runs:
-            message = message or self._differs(*run)
-        self._recent_runs = {} if self.shape is None else {(self._used, *self.shape): None}
+            message = message or self._describe_change(*run)
+        self._recent_runs = {} if self.shape is None else {(self._used_setting, *self.shape): None}
         return message
 
-    def _differs(self, number: int, n: int, form: Form) -> str:
-        original = self._recordings.get((number, n, False, *form))
-        model_settings = next(
-            (
-                model_settings
-                for model_settings in self._settings_by_key.values()
-                if model_settings.number == number
-            ),
-            None,
-        )
+    def _describe_change(self, number: int, samples: int, form: Form) -> str:
+        """Records a program again and describes the first op that differs from the kept recording.
+
+        `number` is the number of the settings. Returns an empty string if no op differs, or if the
+        settings or the recording aren't kept.
+        """
+        original = self._recordings.get((number, samples, False, *form))
+        candidates = (s for s in self._settings_by_key.values() if s.number == number)
+        model_settings = next(candidates, None)
         if original is None or model_settings is None:
             return ""
-        with self._set_to(model_settings):
-            repeated, _ = self._recorded_once(n, form)
+        with self._restore_settings(model_settings):
+            repeated, _ = self._record_once(samples, form)
             index = first_difference(original.lines, repeated.lines)
-            return "" if index is None else f"op {index + 1}, {self.told(repeated, index, n, form)}"
+            if index is None:
+                return ""
+            return f"op {index + 1}, {self.told(repeated, index, samples, form)}"
 
     @contextlib.contextmanager
-    def _set_to(self, model_settings: ModelSettings) -> Iterator[None]:
-        """Within it the model is set to what it was then; nobody notices."""
+    def _restore_settings(self, model_settings: ModelSettings) -> Iterator[None]:
+        """Gives the model earlier settings within a `with` block, and its own ones after it.
+
+        `current` doesn't regard that as a change.
+        """
         previous = [(vars(owner), dict(vars(owner))) for owner, _ in model_settings.snapshot]
         trained = {name: p.requires_grad for name, p in self.arena.named}
-        number = setting_versions.models.value
+        version = setting_versions.models.value
         try:
             for owner, values in model_settings.snapshot:
                 attributes = vars(owner)
-                for name in [
-                    n for n in attributes if n not in values and self._is_setting(owner, n)
-                ]:
-                    del attributes[name]  # it was set later
+                set_later = [
+                    name
+                    for name in attributes
+                    if name not in values and self._is_setting(owner, name)
+                ]
+                for name in set_later:
+                    del attributes[name]
                 attributes.update(values)
             for name, p in self.arena.named:
                 if (name in model_settings.frozen) == trained[name]:
@@ -403,89 +461,111 @@ class Programs:
             for name, p in self.arena.named:
                 if p.requires_grad != trained[name]:
                     p.requires_grad = trained[name]
-            if self._seen_version == number:
+            if self._seen_version == version:
+                # Setting requires_grad has changed the version. The settings are the same again.
                 self._seen_version = setting_versions.models.value
 
     def _is_setting(self, owner: Any, name: str) -> bool:
-        """True for an attribute of a module that programs depend on."""
+        """Returns True if an attribute of a module is a setting that programs depend on."""
         ours = name in settings.OURS or (id(owner), name) in self.by_forward
         return not ours and not isinstance(vars(owner)[name], (Module, Parameter))
 
     def refresh(self) -> None:
-        """Takes up what the model computes now, also by what it reads beyond attributes of
-        modules.
+        """Updates the programs to what the model computes now.
+
+        All programs are dropped if one of them has changed without a change of settings. They are
+        also dropped before the first batch, when there is no batch to compare with.
         """
         if self.shape is None or self.astray():
-            self.forget()  # what was recorded before the first batch, for its parts, may be older
+            self.forget()
         self.look()
 
     def forget(self) -> None:
-        """Drops all programs: the model computes something else now, though its settings are the
-        same.
+        """Drops all recorded programs.
+
+        It is called when forward() computes something else though no setting has changed.
         """
         self._settings_by_key.clear()
         self._recordings.clear()
         self._recent_runs.clear()
         self._seen_version = -1
-        self._strayed = ""
+        self._dropped_change = ""
 
-    def told(self, recording: Recording, index: int, n: int, form: Form) -> str:
-        """Op number `index` of a program in words, with its layer and source line."""
+    def told(self, recording: Recording, index: int, samples: int, form: Form) -> str:
+        """Returns op number `index` of a program in words, with its layer and source line.
+
+        The model runs once more to learn the layers and lines.
+        """
         layers = Listed()
-        # it has run before: its error is not news
+        # The layers that were noted before an error are still useful for the message.
         with contextlib.suppress(Exception), watched(self.model) as active_layers:
-            recorder = self.recorder(n)
+            recorder = self.recorder(samples)
             layers.listen(recorder, active_layers)
-            self.traced(recorder, n, form)
+            self.traced(recorder, samples, form)
         return said(recording.records, index, layers.where)
 
     # --- a pass ---
 
-    def traced(self, executor: Executor, n: int, form: Form) -> list[tuple[Any, str]]:
-        """Runs the model once with an executor; returns the attributes of modules that this has
-        set.
+    def traced(self, executor: Executor, samples: int, form: Form) -> list[tuple[Any, str]]:
+        """Runs the model once with an executor, forward and, if `train`, backward.
+
+        Returns:
+            The attributes that forward() has set, as (module, name).
         """
         executor.conv_algorithm = self.conv_algorithm
         with contextlib.ExitStack() as stack:
-            if not self.train:  # in training each layer is in the mode that the user has put it in
+            if not self.train:
+                # For training, the user has set the mode of each layer.
                 stack.enter_context(in_mode(self.model, False))
                 stack.enter_context(no_grad())
             stack.enter_context(using(executor))
             attributes = stack.enter_context(setting_versions.unnoticed())
-            self._pass(executor, n, form)
+            self._run_pass(executor, samples, form)
         self.outputs = executor.outputs
         self.by_forward.update((id(owner), name) for owner, name in attributes)
         return attributes
 
-    def _pass(self, executor: Executor, n: int, form: Form) -> None:
-        """Forward and backward of one shard of n samples, through whatever executor is current."""
-        layout = layout_of(n)  # `executor` is the current one
-        number = itertools.count()  # of the array that is gathered
+    def _run_pass(self, executor: Executor, samples: int, form: Form) -> None:
+        """Runs the forward and backward pass of one shard.
 
-        def gathered(leaf: Leaf, device: Device = FIRST, target: bool = False) -> Tensor:
+        `executor` must be the current one. listing.py finds the user's code by the name of this
+        function.
+
+        Raises:
+            ConfigError: forward() returns None, or the loss isn't one number.
+        """
+        layout = layout_of(samples)
+        array_numbers = itertools.count()  # of the arrays that are read unchanged
+
+        def read_array(leaf: Leaf, device: Device = FIRST, target: bool = False) -> Tensor:
+            """Emits the op that reads one array of the samples, and returns its tensor."""
             sequence = leaf.dtype == "int32" and len(leaf.shape) == 1
-            t = empty((n, *leaf.shape), "tokens" if sequence else layout)
-            t.dtype = np.dtype(leaf.dtype).type
-            t.device = device
+            array = empty((samples, *leaf.shape), "tokens" if sequence else layout)
+            array.dtype = np.dtype(leaf.dtype).type
+            array.device = device
             if leaf.normalised:
                 channels = leaf.shape[0] if len(leaf.shape) > 1 else 1
-                executor.emit("input", t.memory, t.groups, t.features, channels, layout=layout)
-            else:  # lanes without a sample: labels of -1, zeros
-                filler = -int(target and leaf.dtype == "int32")
-                sizes = t.groups, t.features, t.lanes // n, next(number), filler
-                executor.emit("array", t.memory, *sizes, layout=t.layout)
+                sizes = array.groups, array.features, channels
+                executor.emit("input", array.memory, *sizes, layout=layout)
+            else:
+                # Lanes without a sample get this value. The loss ignores labels of -1.
+                filler = -1 if target and leaf.dtype == "int32" else 0
+                lanes_per_sample = array.lanes // samples
+                number = next(array_numbers)
+                sizes = array.groups, array.features, lanes_per_sample, number, filler
+                executor.emit("array", array.memory, *sizes, layout=array.layout)
             executor.close(device)
-            return t
+            return array
 
-        x = mapped(gathered, form.inputs)
+        x = mapped(read_array, form.inputs)
         y = self.model(*x) if isinstance(x, tuple) else self.model(x)
         if y is None:
             raise ConfigError(
                 f"[train] forward() of {type(self.model).__name__} returned None; return its result"
             )
-        place = next((t.device for t in leaves(y) if isinstance(t, Tensor)), FIRST)
-        # where the loss is computed
-        target = mapped(lambda leaf: gathered(leaf, place, True), form.targets)
+        # The targets are read on the device of the output, where the loss is computed.
+        loss_device = next((t.device for t in leaves(y) if isinstance(t, Tensor)), FIRST)
+        target = mapped(lambda leaf: read_array(leaf, loss_device, target=True), form.targets)
         loss = self.loss(y, target)
         if not isinstance(loss, Tensor) or loss.shape != ():
             description = (
@@ -498,12 +578,13 @@ class Programs:
             )
         stats = executor.first_stats
         with executor.within(executor.scope.ops - 1, loss.device):
-            if stats is None:  # nobody counted correct predictions
+            if stats is None:
+                # The loss doesn't count correct predictions.
                 stats = executor.alloc(16)
                 executor.emit("fill", stats, 0.0, 4)
             start = len(getattr(executor, "records", ()))
             self.metric_at = record_metrics(executor, self.metrics, form, y, target)
-            self._of_metrics = start, len(getattr(executor, "records", ()))
+            self._metric_records = start, len(getattr(executor, "records", ()))
         executor.emit("stats", executor.stats, loss.memory, stats, 0)
         executor.close(loss.device)
         if self.train:
@@ -512,15 +593,17 @@ class Programs:
 
 
 def _may_change(value: Any) -> bool:
-    """True for a value that can be changed in place: a list, a dict, a tuple that has one."""
+    """Returns True if a value can be changed in place: a list, a dict or a tuple with one."""
     return isinstance(value, (list, dict)) or (
         isinstance(value, tuple) and any(map(_may_change, value))
     )
 
 
-def _skeleton(records: list[Record]) -> list[Any]:
-    """Returns what programs that differ in sizes alone have alike: ops, where they run, which
-    parameters they read.
+def _list_ops(records: list[Record]) -> list[Any]:
+    """Returns the ops of a program without sizes: what they are, where they run, and which
+    parameters they use.
+
+    The results are equal for programs that differ only in sizes.
     """
     return [
         (r.op, r.layout, r.dtype, r.device, r.tag, r.phase, r.recompute)

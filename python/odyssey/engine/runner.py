@@ -27,45 +27,49 @@ from .sums import Sums
 if TYPE_CHECKING:
     from .gpu.group import DeviceGroup
 
-#: Statistics that compare what ranks must have alike (`Runner.mark`), behind those of losses and
-#: metrics.
+#: Statistics that compare a code between ranks (`Runner.mark`). They follow the statistics of
+#: losses and metrics.
 MARKS = slice(16, 32)
 EXACT = 1 << 24  # up to which float32 has all integers
+INDEX_BYTES = 8  # of one number in `context.rows`, which are the indices of a batch's samples
 
 
 def digits(code: int, ranks: int) -> np.ndarray:
-    """The bits of a code as float32 (16,) that tell by their sums over so many ranks whether all
-    have the same code.
+    """Encodes a code so that the sum over the ranks shows whether all of them have the same code.
 
-    Each number holds as many bits as fit, as digits of base ranks + 1, so that sums carry nothing:
-    then all ranks have the same bit if a digit of the sum is 0 or the number of ranks that were
-    added.
+    Returns float32 (16,). Each number holds as many bits of the code as fit. A bit is one digit of
+    base ranks + 1, so digits don't carry when the numbers of all ranks are added. All ranks have
+    the same bit if its digit in the sum is 0 or `ranks`.
     """
     base = ranks + 1
-    places = MARKS.stop - MARKS.start
+    numbers = MARKS.stop - MARKS.start
     bits_per_number = max(k for k in range(1, 25) if base**k <= EXACT or k == 1)
-    values = [
-        sum((code >> (i * bits_per_number + j) & 1) * base**j for j in range(bits_per_number))
-        for i in range(places)
-    ]
-    return np.array(values, np.float32)
+
+    def encode_bits(first_bit: int) -> int:
+        return sum((code >> (first_bit + j) & 1) * base**j for j in range(bits_per_number))
+
+    return np.array([encode_bits(i * bits_per_number) for i in range(numbers)], np.float32)
 
 
 class Storage:
-    """Memory (bytes,) uint8 by name that all runners of an engine use for the same thing, as one
-    runs at a time.
+    """Memory that all runners of an engine share, as arrays (bytes,) uint8 by name.
 
-    Where one needs more than the others, on any rank, they are made anew when they are needed again
-    (`grown`). While it is `fixed` one that needs more has memory of its own.
+    Only one runner runs at a time, so they can use the same memory for the same purpose. If a
+    runner needs a larger array, on any rank, the engine prepares the other runners again when it
+    needs them.
     """
 
     def __init__(self) -> None:
         self.arrays: dict[str, np.ndarray] = {}
-        self.grown = self.fixed = False
+        #: True if an array was replaced by a larger one. The engine sets it back to False.
+        self.grown = False
+        #: If True, a runner that needs a larger array gets memory that isn't shared.
+        self.fixed = False
 
     def __call__(
         self, name: str, nbytes: int, make: Callable[..., np.ndarray] = native.aligned
     ) -> np.ndarray:
+        """Returns `nbytes` bytes of the array `name`, which `make` allocates if necessary."""
         if name not in self.arrays or len(self.arrays[name]) < nbytes:
             if self.fixed:
                 return make(nbytes, np.uint8, zero=False)
@@ -75,18 +79,18 @@ class Storage:
 
 
 class Program(NamedTuple):
-    """Program that a rank runs for a shard of so many samples."""
+    """Program that a rank runs for one shard of `samples` samples."""
 
     samples: int
-    # the runner's own, to be changed; none where shards are computed op by op
+    # The runner may change them. Empty if shards are computed op by op.
     records: list[Record]
-    place_of: Callable[[Record], int]  # position in the pipeline of a record
-    lanes: bool  # however few samples, they are in lanes
+    place_of: Callable[[Record], int]  # returns the pipeline position of a record
+    lanes: bool  # True: the samples are stored in lanes, even if there are few
 
 
 @dataclasses.dataclass(frozen=True)
 class RunnerInputs:
-    """What an engine passes to a runner: its own parts, and the batches that the runner is for."""
+    """Arguments of a runner: parts of its engine, and the kind of batch that it runs."""
 
     layout: Layout
     arena: Arena
@@ -94,14 +98,14 @@ class RunnerInputs:
     ownership: Ownership
     recordings: Programs  # records shards that are computed op by op
     storage: Storage
-    #: What a strategy keeps from step to step, by bucket.
+    #: Values that a reduction strategy keeps from step to step, by bucket.
     memories: dict[int, dict[str, Any]]
     team: DeviceGroup | None  # the GPUs of this process
     train: bool
     seed: int
     precision: str
-    #: The program of a shard as this rank runs it. If the last shard has fewer samples and is not
-    #: filled up, its program follows: the same records with other sizes.
+    #: The program of a shard as this rank runs it. If the last shard has fewer samples and isn't
+    #: filled up, its program comes second. It has the same records with smaller sizes.
     programs: list[Program]
     samples: int  # of a batch
     form: Form  # of a sample
@@ -112,21 +116,21 @@ class RunnerInputs:
 class Runner:
     """Base of DirectRunner, BucketedRunner, PipelineRunner and gpu.runner.GpuRunner.
 
-    `parts`: which parameters this rank computes with and updates (zero.Parts); None: shards are
-    computed op by op.
+    `parts`: the parameters that this rank computes with and updates (zero.Parts). None if shards
+    are computed op by op.
     """
 
     plan: planning.Plan  # of the shards of this process
-    work_bytes = 0  # activations and scratch memory
-    shares_work = True  # with other runners (Storage)
-    reductions: Sequence[Reduction] = ()  # that it uses, between processes
-    bytes_moved = 0  # by this rank so far, beside those of its reductions
-    grad_bytes = 0  # of gradients and of what their reduction works in, without what runners share
-    looks_ahead = False  # it can bring the next batch to its device while this one is computed
-    fingerprint = 0  # of its program: what ranks must have alike
-    # the reduction whose statistics compare that, in its last floats
+    work_bytes = 0  # of activations and scratch memory
+    shares_work = True  # True: activations are in memory shared with other runners (Storage)
+    reductions: Sequence[Reduction] = ()  # between processes
+    bytes_moved = 0  # bytes that this rank has sent so far outside of its reductions
+    grad_bytes = 0  # of gradients and of their reduction's memory that isn't shared
+    looks_ahead = False  # True: copies the next batch to the device during a step
+    fingerprint = 0  # of the program, which must be the same on all ranks
+    # The reduction whose last floats, the statistics, compare codes between ranks (`mark`).
     marked: Reduction | None = None
-    expected: list[float] | None = None  # what these sums are where all ranks have the same
+    expected: list[float] | None = None  # sums of the digits if all ranks have the same code
     _digits: np.ndarray | None = None
     _code: int | None = None
 
@@ -148,53 +152,68 @@ class Runner:
         self.shard_size = inputs.programs[0].samples
         self.shards = planning.shard_count(inputs.samples, self.shard_size)
         self.context = native.Context(seed=inputs.seed)
-        self.batch: Batch | None = None  # that is being run
-        self.upcoming: Batch | None = None  # the one after it, where known
+        self.batch: Batch | None = None  # the one that is being run
+        self.upcoming: Batch | None = None  # the next one, if it is known
         self.data: ArrayDataset | None = None
 
     def _get_or_make(self, name: Any, make: Callable[[], Any]) -> Any:
-        """The reduction of this name, made when it is first asked for: a collective call."""
+        """Returns the reduction called `name`, or calls `make` and keeps its result.
+
+        Creating a reduction is a collective call, so runners for batches of one size share them.
+        """
         if name not in self._known_reductions:
             self._known_reductions[name] = make()
         return self._known_reductions[name]
 
     def _reduction(self, floats: int, **options: Any) -> Reduction:
-        """A reduction of so many floats for the plan of this runner; a collective call."""
-        lay = self.layout
+        """Creates a reduction of `floats` floats for the plan of this runner. Collective."""
+        layout = self.layout
         return strategy.make(
-            lay.reduction, self.groups.dp, self.plan, floats, lay.workers, **options
+            layout.reduction, self.groups.dp, self.plan, floats, layout.workers, **options
         )
 
     def content(self, b: int = 0, whole_arena: bool = False) -> Content | None:
-        """Returns what a reduction holds: bucket b, or the whole arena; None if no gradients."""
+        """Describes the gradients in a reduction: those of bucket b, or of the whole arena.
+
+        Returns None if this runner computes no gradients. Compressing strategies need the shapes of
+        the parameters, and memory that lasts from step to step.
+        """
         if not self.train:
             return None
         arena = self.arena
-        bucket = (
-            bucketing.of_ranges([(0, arena.size)], ()) if whole_arena else self.parts.buckets[b]
-        )
-        shapes = [
-            (piece.at + arena.offsets[name] - piece.lo, tuple(p.shape))
-            for name, p in arena.named
-            for piece in bucket.pieces
-            if piece.lo <= arena.offsets[name]
-            and arena.offsets[name] + p.size <= piece.lo + piece.n
-        ]
+        if whole_arena:
+            bucket = bucketing.of_ranges([(0, arena.size)], ())
+        else:
+            bucket = self.parts.buckets[b]
+        shapes = []  # of the parameters that are in the bucket as a whole, with their places in it
+        for name, parameter in arena.named:
+            offset = arena.offsets[name]
+            shapes += [
+                (piece.at + offset - piece.lo, tuple(parameter.shape))
+                for piece in bucket.pieces
+                if piece.lo <= offset and offset + parameter.size <= piece.lo + piece.n
+            ]
         return Content(bucket.floats, tuple(shapes), self.samples, self._memories.setdefault(b, {}))
 
     def traffic(self) -> tuple[int, int, int]:
-        """Bytes that this rank has sent so far, those that the tree would have sent
-        uncompressed, and those of the sent ones that went to other machines in sums along the
-        tree.
+        """Returns three numbers of bytes of this rank so far (sent, plain, wire).
+
+        `sent` is what it has sent. `plain` is what it would have sent without compression, with
+        the reduction "tree". `wire` is the part of `sent` that reductions along the tree sent to
+        other machines.
         """
         reductions = self.reductions
-        moved = self.bytes_moved + getattr(self.parts, "bytes_sent", 0)
+        outside = self.bytes_moved + getattr(self.parts, "bytes_sent", 0)
         sent = sum(r.bytes_sent for r in reductions)
         plain = sum(r.bytes_plain for r in reductions)
-        return moved + sent, moved + plain, sum(getattr(r, "bytes_wire", 0) for r in reductions)
+        wire = sum(getattr(r, "bytes_wire", 0) for r in reductions)
+        return outside + sent, outside + plain, wire
 
     def mark(self, code: int) -> None:
-        """Sets what this rank must have in common with the others in the next steps."""
+        """Sets the code that must be the same on all ranks in the next steps.
+
+        The sums of the next step compare it (`digits`), so that no extra message is necessary.
+        """
         if self.marked is None or code == self._code:
             return
         senders = sum(bool(nodes) for nodes in self.marked.exchange.nodes)
@@ -203,8 +222,10 @@ class Runner:
         self.expected = (self._digits * senders).tolist()
 
     def _add_mark(self) -> None:
-        """Once the sums of shards are there: adds the mark to one of this rank's, if it has
-        some.
+        """Adds the digits of the code to the statistics of this rank's first partial sum.
+
+        Call it when the shards are computed and before the reduction starts. A rank without a
+        shard has no partial sum and adds nothing.
         """
         if self._digits is not None and self.marked.plan.partial:
             stats_start = self.marked.floats - native.library().stats
@@ -213,26 +234,29 @@ class Runner:
                 self._digits
             )
 
-    def _locate(self, space: int, offset: int) -> int:
-        """Where an offset of the arena, in floats, is; without gradients the statistics are all
-        that buffers hold.
+    def _locate_floats(self, space: int, offset: int) -> int:
+        """Returns where an offset of the arena (in floats) is within its space.
+
+        A buffer has the arena's layout, with the statistics after the gradients. In an evaluation
+        it holds only the statistics, so they start at 0.
         """
         return offset if self.train or space != native.GRADS else offset - self.arena.size
 
     def use(self, data: ArrayDataset) -> None:
-        """Points at the arrays of a data set."""
-        c = self.context
+        """Makes the next steps read the arrays of a data set."""
+        context = self.context
         if data.normalised:
-            c.images = data.images.ctypes.data
-            c.bytes = int(data.images.dtype.itemsize == 1)
-        self._arrays = np.array([a.ctypes.data for a in data.gathered], np.int64)
-        c.arrays = self._arrays.ctypes.data
-        c.scale = data.scale.ctypes.data
-        c.shift = data.shift.ctypes.data
+            context.images = data.images.ctypes.data
+            context.bytes = int(data.images.dtype.itemsize == 1)
+        self._array_addresses = np.array([a.ctypes.data for a in data.gathered], np.int64)
+        context.arrays = self._array_addresses.ctypes.data
+        context.scale = data.scale.ctypes.data
+        context.shift = data.shift.ctypes.data
         self.data = data
 
     def run(self) -> Sums:
-        """Computes the shards of this rank and completes the sums; `context.rows` and
-        `context.step` are set.
+        """Computes the shards of this rank and returns the sums over all ranks. Collective.
+
+        The engine sets `context.rows` and `context.step` before.
         """
         raise NotImplementedError

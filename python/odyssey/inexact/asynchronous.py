@@ -49,7 +49,7 @@ def added(comm: Communicator, *numbers: float) -> list[float]:
 
 
 def summed(trainer: DistributedTrainer, tally: Tally) -> Tally:
-    names = trainer.metric_names
+    names = trainer.stepper.metric_names
     local_sums = [tally.loss, tally.correct, *(tally.named.get(name, 0.0) for name in names)]
     loss, correct, *metrics = added(trainer.comm, *local_sums)
     return dataclasses.replace(tally).put(loss, correct, dict(zip(names, metrics, strict=True)))
@@ -119,7 +119,7 @@ class LocalSGD(Mode):
             arrays, np.split(mean, np.cumsum([a.size for a in arrays[:-1]])), strict=True
         ):
             a[:] = part
-        trainer.count_bytes(r.bytes_sent - sent)
+        trainer.stepper.count_bytes(r.bytes_sent - sent)
 
     def epoch(self, batches: Iterable[Batch], limit: int | None) -> Tally:
         """Likewise, and an average at the end."""
@@ -188,7 +188,7 @@ class AsynchronousServer(Mode):
         batches = iter(batches)
         first = list(itertools.islice(batches, 1))
         for batch in first:  # all ranks read it, and compare what they are given
-            trainer.compare(batch)
+            trainer.checks.compare_step(batch)
         batches = itertools.chain(first, batches)
         if comm.rank in self.servers:
             self._serve()
@@ -222,7 +222,7 @@ class AsynchronousServer(Mode):
         for i, batch in enumerate(itertools.islice(batches, limit)):
             if i % len(self.workers) != worker_index:
                 continue
-            sums, gradients, divisor = trainer.gradients(batch, trainer.steps + i)
+            sums, gradients, divisor = trainer.stepper.gradients(batch, trainer.steps + i)
             requests: list[Request] = []
             tally.steps += 1
             for s, (a, b) in zip(self.servers, self.ranges, strict=True):
@@ -232,8 +232,8 @@ class AsynchronousServer(Mode):
                 message.floats[:2] = divisor if math.isfinite(sums.loss) else math.nan, sums.loss
                 requests.append(comm.recv(back[s].array, s, TAG, wait=False))
                 requests.append(comm.send(message.array, s, TAG, wait=False))
-                trainer.count_bytes(message.array.nbytes)
-            tally.add(sums.loss, sums.correct, trainer.measured(sums), len(batch.indices))
+                trainer.stepper.count_bytes(message.array.nbytes)
+            tally.add(sums.loss, sums.correct, trainer.stepper.measured(sums), len(batch.indices))
             tally.samples += len(batch.indices)
             for request in requests:
                 request.wait()
@@ -300,7 +300,7 @@ class AsynchronousServer(Mode):
                 outbox[w].numbers[:2] = trainer.steps + updates, int(self._failed)
                 receives[w] = comm.recv(inbox[w].array, w, TAG, wait=False)
                 sends[w] = comm.send(outbox[w].array, w, TAG, wait=False)
-                trainer.count_bytes(outbox[w].array.nbytes)
+                trainer.stepper.count_bytes(outbox[w].array.nbytes)
             if came:
                 last_heard = time.monotonic()
                 nap = 20e-6
@@ -367,11 +367,9 @@ class AsynchronousServer(Mode):
     def summary(self, record: dict[str, Any]) -> str:
         steps = ", ".join(f"{n} of rank {w}" for w, n in record["steps_of_worker"].items())
         return (
-            f"[async] steps: {steps}; a gradient was {record['staleness_mean']:.2f} updates old "
-            "in the mean, at most "
-            f"{record['staleness_largest']}; the fastest worker was at most "
-            f"{record['lead_largest']} steps ahead "
-            f"(bound {self.staleness} before it waits)"
+            f"[async] steps: {steps}; a gradient was {record['staleness_mean']:.2f} updates old in "
+            f"the mean, at most {record['staleness_largest']}; the fastest worker was at most "
+            f"{record['lead_largest']} steps ahead (bound {self.staleness} before it waits)"
         )
 
 

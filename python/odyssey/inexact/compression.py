@@ -427,8 +427,7 @@ class GradientCompression:
             if residual.size != flat.size:
                 raise ConfigError(
                     f"[compression] gradient {key!r} has {flat.size} numbers, and had "
-                    f"{residual.size} before; "
-                    "use one GradientCompression per model"
+                    f"{residual.size} before; use one GradientCompression per model"
                 )
             flat += residual
         indices = (

@@ -184,8 +184,7 @@ def arrays(
     if not len(labels) or samples.size != len(labels) * math.prod(shape):
         raise DataError(
             f"[data] {name}: {samples.size} numbers for {len(labels)} samples of {_text(shape)}; "
-            "the sizes must fit, "
-            "and there must be a sample"
+            "the sizes must fit, and there must be a sample"
         )
     sizes = shape if height * width > 1 else shape[:1]
     return data.arrays(samples.reshape(-1, *sizes), labels, classes=classes, name=name, **settings)
@@ -300,10 +299,9 @@ class Loop:
         if not len(batch):
             raise ConfigError(
                 f"[train] the batch has no samples: number {batch.index} of epoch {batch.epoch}; "
-                "len(loader) says how "
-                "many there are"
+                "len(loader) says how many there are"
             )
-        sums = self.trainer.gradients(batch, step)[0]
+        sums = self.trainer.stepper.gradients(batch, step)[0]
         return sums.loss, sums.correct, sums.samples, sums.updates[0].grads
 
     def update(self, optimizer: Optimizer, grads: int, divisor: float, rate: float) -> bool:

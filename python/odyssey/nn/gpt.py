@@ -160,8 +160,7 @@ class GPT(Module):
         if len(np.shape(ids)) != 2 or past + np.shape(ids)[1] > self.context:
             raise ShapeError(
                 f"[GPT] ids of shape {np.shape(ids)} behind {past} tokens; they must be (N, T), "
-                "with at most "
-                f"{self.context} tokens altogether"
+                f"with at most {self.context} tokens altogether"
             )
         return self.lm_head(self.transformer(ids, past, cache))
 

@@ -115,9 +115,8 @@ class Conv2d(Module):
             odd = stride == 1 and all(k % 2 for k in kernel)
             if padding != "valid" and not (padding == "same" and odd):
                 raise ConfigError(
-                    f"[{name}] padding is {padding!r}, kernel_size {kernel_size}, stride "
-                    f"{stride}; give numbers, "
-                    "'valid', or 'same' for odd kernels of stride 1"
+                    f"[{name}] padding is {padding!r}, kernel_size {kernel_size}, stride {stride}; "
+                    "give numbers, 'valid', or 'same' for odd kernels of stride 1"
                 )
             padding = tuple(dilation * (k // 2) if padding == "same" else 0 for k in kernel)
         padding = padding[0] if isinstance(padding, tuple) and len(padding) == 1 else padding
@@ -362,8 +361,7 @@ class BatchNorm1d(Module):
         if x.ndim not in self.axes:
             raise ShapeError(
                 f"[{type(self).__name__}] input {x.shape}; it must have "
-                f"{' or '.join(map(str, self.axes))} axes, "
-                "(N, C, ...)"
+                f"{' or '.join(map(str, self.axes))} axes, (N, C, ...)"
             )
         running = self.running_mean, self.running_var
         training = self.training or self.running_mean is None

@@ -175,9 +175,8 @@ def build(name: str, *shape: Any, seed: int = 0, **settings: Any) -> Module:
     least = {"lenet5": 12, "convnet": 6, "resnet18": 1}.get(name)
     if least and (len(sample_shape) != 3 or min(sample_shape[1:]) < least):
         raise ConfigError(
-            f"[model] {name} takes images (C, H, W) of at least {least} x {least}; the samples "
-            f"are {sample_shape}; "
-            "choose mlp"
+            f"[model] {name} takes images (C, H, W) of at least {least} x {least}; the samples are "
+            f"{sample_shape}; choose mlp"
         )
     manual_seed(seed)
     try:

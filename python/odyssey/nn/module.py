@@ -273,8 +273,7 @@ class Module:
         if np.dtype(dtype).kind != "f":
             raise ConfigError(
                 f"[register_buffer] {name} has the dtype {np.dtype(dtype)}; buffers are float32: "
-                "give that, or "
-                "persistent=False"
+                "give that, or persistent=False"
             )
         setattr(self, name, Buffer(tensor.data if isinstance(tensor, Tensor) else tensor))
 

@@ -301,8 +301,7 @@ def onnx_model(model: Module, sample_shape: tuple[int, ...] = (), columns: Any =
         except KeyError as problem:
             raise ConfigError(
                 f"[export] {problem.args[0]} has no ONNX form here; ops of images, tables and "
-                "plain layers have. Use "
-                "--format safetensors"
+                "plain layers have. Use --format safetensors"
             ) from None
     output = graph.value(y.memory, y.shape[1:])
     floats = onnx.TensorProto.FLOAT

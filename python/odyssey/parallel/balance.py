@@ -83,7 +83,7 @@ class Balance:
         """
         message = ""
         if self._steps == 0:  # the step before recorded programs, or made room: it is not counted
-            self._since = slot.busy()
+            self._since = slot.busy_nanoseconds()
         elif self._steps > 0 and self._steps % INTERVAL == 0:
             message = self._compare(shards)
         self._steps += 1
@@ -94,7 +94,7 @@ class Balance:
         return message
 
     def _compare(self, shards: int) -> str:
-        local_timing = (slot.busy() - self._since) / 1e9, self._rounds, self.threads
+        local_timing = (slot.busy_nanoseconds() - self._since) / 1e9, self._rounds, self.threads
         ranks = self.comm.all_gather(np.array(local_timing, np.float64)).tolist()
         everyone = [max(ranks[r : r + self.members]) for r in range(0, len(ranks), self.members)]
         if max(seconds for seconds, *_ in everyone) < MIN_BUSY_S:
@@ -115,7 +115,7 @@ class Balance:
         new = counts(shards, costs)
         self._begin()
         if span(new, costs) * MIN_SPEEDUP > span(old, costs):
-            self._since = slot.busy()
+            self._since = slot.busy_nanoseconds()
             self._steps = 0
             return ""
         self.costs = costs
@@ -134,8 +134,7 @@ class Balance:
         suffix = f", and {len(moved) - 8} more" * (len(moved) > 8)
         return (
             f"[rebalance] a shard takes {self._name(slow)} {times:.1f}x as long as the fastest: "
-            "shards of a step from "
-            f"now on: {', '.join(moved[:8])}{suffix}"
+            f"shards of a step from now on: {', '.join(moved[:8])}{suffix}"
         )
 
     def _name(self, replica: int) -> str:

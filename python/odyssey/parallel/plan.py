@@ -2,10 +2,10 @@
 
 Pure functions, no MPI.
 
-Shards 0..V-1 of a global batch are added along one fixed binary tree: a node over n shards splits
-after the largest power of two smaller than n. Whoever owns a run of shards computes the largest
-nodes that lie inside it; the rest of the tree is completed from those. So the result depends on V
-alone, not on who computed what (docs/determinism.md).
+Shards 0..V-1 of a global batch are added along one fixed binary tree. A node over n shards splits
+after the largest power of two smaller than n. A process with a run of shards computes the largest
+nodes that are inside its run. The rest of the tree is completed from these nodes. So the result
+depends only on V, and not on which process computed which shard (docs/determinism.md).
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ import functools
 import itertools
 from typing import NamedTuple
 
+VECTOR = 16  # floats
 Node = tuple[int, int]  # first shard, number of shards
-Nodes = tuple[tuple[Node, ...], ...]  # of each rank
+Nodes = tuple[tuple[Node, ...], ...]  # nodes of each rank
 Run = tuple[int, int]  # first shard, one past the last
-LINE = 8  # numbers of a cache line
+LINE = 8  # numbers (int64) in a cache line
 
 
 class Action(NamedTuple):
-    """One line of a plan: compute shard `a` into buffer `b`, or add buffer `b` to buffer `a`."""
+    """One line of a plan.
+
+    A "run" computes shard `a` into buffer `b`. An "add" adds buffer `b` to buffer `a`.
+    """
 
     kind: str  # "run" or "add"
     a: int
@@ -34,33 +38,30 @@ class Action(NamedTuple):
 class Plan(NamedTuple):
     """Plan of what one process does in one step.
 
-    `threads` are the lists of actions that run side by side, `final` what follows when all have
-    ended. `partial` are the nodes of the tree that are complete then, in order, with the buffers
-    they are in. It needs `buffers` buffers.
-
-    That is how it goes where all threads are equally fast. The executor has a thread that is done
-    take shards of the others (`tables`): a shard then has a buffer of `pool`, the first of a
-    partial node always that of the node.
+    It describes a step in which all threads are equally fast. In the native executor a thread that
+    has finished takes shards of the other threads (`tables`). A shard then uses any buffer of
+    `pool`, but the first shard of a node in `partial` always uses the buffer of the node.
     """
 
-    shards: int
-    run: Run
-    threads: tuple[tuple[Action, ...], ...]
-    final: tuple[Action, ...]
+    shards: int  # of the global batch
+    run: Run  # shards of this process
+    threads: tuple[tuple[Action, ...], ...]  # the actions of each thread, which run in parallel
+    final: tuple[Action, ...]  # actions after all threads have ended
+    # The nodes of the tree that are complete then, in order, with the buffers that they are in.
     partial: tuple[tuple[Node, int], ...]
-    buffers: int
+    buffers: int  # number of buffers
     pool: tuple[int, ...] = ()
-    counts: tuple[int, ...] = ()  # shards of each process, where they are not shared out equally
+    counts: tuple[int, ...] = ()  # shards of each process. Empty if the shares are equal
 
     def tables(self) -> list[int]:
-        """The plan as the executor reads it, as int64: `Tables` in mojo/runtime/executor.mojo
-        says what lies where.
+        """Returns the plan as numbers (int64) for the executor.
 
-        It has room for the executor's own numbers of a step, so two steps must not use one at the
-        same time.
+        `Tables` in mojo/runtime/executor.mojo describes their order. The end is scratch memory of
+        the executor, so two steps must not use the same tables at the same time.
         """
         lo, hi = self.run
-        number = {(s, 1): s - lo for s in range(lo, hi)}
+        # Nodes have numbers: first the shards, then the sums.
+        number = {(shard, 1): shard - lo for shard in range(lo, hi)}
         sums: list[Node] = []
         todo = [node for node, _ in self.partial]
         while todo:
@@ -68,48 +69,54 @@ class Plan(NamedTuple):
             if n > 1:
                 number[first, n] = hi - lo + len(sums)
                 sums.append((first, n))
-                todo += [(first, split(n)), (first + split(n), n - split(n))]
+                todo += children((first, n))
         parent, left, right = ([-1] * len(number) for _ in range(3))
-        for first, n in sums:
-            index = number[first, n]
-            left[index] = number[first, split(n)]
-            right[index] = number[first + split(n), n - split(n)]
+        for node in sums:
+            index = number[node]
+            left_child, right_child = children(node)
+            left[index] = number[left_child]
+            right[index] = number[right_child]
             parent[left[index]] = parent[right[index]] = index
-        fixed = [-1] * (hi - lo)
-        for (first, _), b in self.partial:
-            fixed[first - lo] = b
-        runs = [share(hi - lo, len(self.threads), t) for t in range(len(self.threads))]
-        head = [lo, hi - lo, len(number), len(runs), len(self.pool)]
+        fixed_buffers = [-1] * (hi - lo)
+        for (first, _), buffer in self.partial:
+            fixed_buffers[first - lo] = buffer
+        thread_runs = [share(hi - lo, len(self.threads), t) for t in range(len(self.threads))]
+        head = [lo, hi - lo, len(number), len(thread_runs), len(self.pool)]
         head += [0] * (LINE - len(head))
-        scratch = [0] * (2 * len(number) + len(self.pool) + LINE * len(runs))
+        scratch = [0] * (2 * len(number) + len(self.pool) + LINE * len(thread_runs))
         return [
             *head,
             *parent,
             *left,
             *right,
-            *fixed,
-            *(a for a, _ in runs),
-            *(b for _, b in runs),
+            *fixed_buffers,
+            *(start for start, _ in thread_runs),
+            *(end for _, end in thread_runs),
             *self.pool,
             *scratch,
         ]
 
 
 def shard_count(samples: int, shard_size: int) -> int:
-    """Shards of a global batch; the last may be partly filled."""
+    """Returns the number of shards of a global batch. The last one may have fewer samples."""
     return -(-samples // shard_size)
 
 
-ROWS = 1024  # of a shard of sequences: they keep the kernels busy, and their activations stay small
+# Rows of a shard of sequences. They keep the kernels busy, and their activations stay small.
+ROWS = 1024
 
 
 def default_shard_size(samples: int, rows: int = 1) -> int:
-    """Samples per shard where nothing else is given, for a global batch of so many samples of so
-    many rows each.
+    """Returns the default number of samples per shard.
 
-    Where a row is a sample fewer than 16 would leave lanes empty: shards of 32 keep the kernels
-    busy, and from 32 samples on there are at least two, for two workers. Sequences fill lanes by
-    themselves: shards of about ROWS rows, but of at most an eighth of the batch, for eight workers.
+    If a sample is one row, shards of fewer than 16 samples would leave lanes empty. Shards of 32
+    samples keep the kernels busy. Batches of 32 samples or more have at least two shards, for two
+    workers. A sequence fills lanes by itself. Its shards have about ROWS rows, but at most an
+    eighth of the batch, for eight workers.
+
+    Args:
+        samples: the samples of the global batch.
+        rows: the rows of a sample, such as the tokens of a text.
     """
     if rows > 1:
         return max(1, min(ROWS // rows, -(-samples // 8)))
@@ -117,8 +124,12 @@ def default_shard_size(samples: int, rows: int = 1) -> int:
 
 
 def busy(workers: int, sharing: int, samples: int) -> str:
-    """Returns what to set so that each of the workers has a shard, of which `sharing` share the
-    fewest samples.
+    """Returns advice for the user on settings that give each worker a shard.
+
+    Args:
+        workers: the number of all workers.
+        sharing: the number of workers that share the smallest part of the batch.
+        samples: the samples of this part.
     """
     if samples < sharing:
         return (
@@ -130,84 +141,113 @@ def busy(workers: int, sharing: int, samples: int) -> str:
 
 
 def idle(workers: int, samples: int, shard_size: int) -> int:
-    """How many of the workers that share out so many samples have no shard."""
+    """Returns the number of workers that have no shard of `samples` samples."""
     return max(0, workers - shard_count(samples, shard_size))
 
 
 def share(n: int, parts: int, i: int) -> Run:
-    """Part i of 0..n-1 cut into contiguous runs whose lengths differ by at most one."""
+    """Returns part i of the numbers 0..n-1, as (first, one past the last).
+
+    The parts are contiguous, and their lengths differ by at most one.
+    """
     return (n * i // parts, n * (i + 1) // parts)
 
 
 def runs(shards: int, ranks: int, workers: int, counts: tuple[int, ...] = ()) -> list[Run]:
-    """The shards of each worker of each rank, in order: equal shares, or `counts` of them for
-    each rank.
+    """Returns the run of shards of each worker of each rank, in order.
+
+    Args:
+        shards: the shards of the global batch.
+        ranks: the number of ranks.
+        workers: the workers of each rank.
+        counts: the shards of each rank. Empty: all workers have equal shares.
     """
     if not counts:
         return [share(shards, ranks * workers, w) for w in range(ranks * workers)]
-    starts = [sum(counts[:r]) for r in range(ranks)]
-    cuts = (
-        (start, share(n, workers, w))
-        for start, n in zip(starts, counts, strict=True)
-        for w in range(workers)
-    )
-    return [(start + a, start + b) for start, (a, b) in cuts]
+    worker_runs = []
+    rank_start = 0
+    for count in counts:
+        for w in range(workers):
+            first, end = share(count, workers, w)
+            worker_runs.append((rank_start + first, rank_start + end))
+        rank_start += count
+    return worker_runs
 
 
 def split(n: int) -> int:
-    """Leaves of the left child of a node over n > 1 leaves: the largest power of two smaller
-    than n.
+    """Returns the leaves of the left child of a node over n > 1 leaves.
+
+    That is the largest power of two smaller than n.
     """
     return 1 << (n - 1).bit_length() - 1
 
 
+def children(node: Node) -> tuple[Node, Node]:
+    """Returns the left and the right child of a node over more than one shard."""
+    first, n = node
+    left_size = split(n)
+    return (first, left_size), (first + left_size, n - left_size)
+
+
 def nodes(run: Run, shards: int) -> list[Node]:
-    """The largest nodes of the tree over `shards` leaves that lie inside a run, in order."""
+    """Returns the largest nodes inside a run, in order, of the tree over `shards` leaves."""
+    run_start, run_end = run
 
-    def inside(lo: int, n: int) -> list[Node]:
-        if run[1] <= lo or lo + n <= run[0]:
+    def list_inside(node: Node) -> list[Node]:
+        first, n = node
+        if run_end <= first or first + n <= run_start:
             return []
-        if run[0] <= lo and lo + n <= run[1]:
-            return [(lo, n)]
-        left_size = split(n)
-        return inside(lo, left_size) + inside(lo + left_size, n - left_size)
+        if run_start <= first and first + n <= run_end:
+            return [node]
+        left_child, right_child = children(node)
+        return list_inside(left_child) + list_inside(right_child)
 
-    return inside(0, shards) if shards else []
+    return list_inside((0, shards)) if shards else []
 
 
 @functools.lru_cache(maxsize=64)
 def combine(
     partial: tuple[Node, ...], shards: int
 ) -> tuple[tuple[Action, ...], tuple[tuple[Node, int], ...]]:
-    """The additions that complete as much of the tree over `shards` leaves as some of its nodes
-    allow. Returns (adds, remaining): actions over the numbers of `partial`; the nodes that remain,
-    in order, and where they are.
+    """Plans the additions that complete as much of the tree as some of its nodes allow.
+
+    Args:
+        partial: the complete nodes. Buffer i has node i.
+        shards: the leaves of the tree.
+
+    Returns:
+        The additions, and then the nodes that are complete after them, in order. A node comes with
+        the buffer that it is in.
     """
-    number = {node: i for i, node in enumerate(partial)}
-    begin = min((lo for lo, _ in partial), default=0)
-    end = max((lo + n for lo, n in partial), default=0)
+    buffer_of = {node: i for i, node in enumerate(partial)}
+    begin = min((first for first, _ in partial), default=0)
+    end = max((first + n for first, n in partial), default=0)
     adds: list[Action] = []
     remaining: list[tuple[Node, int]] = []
 
-    def complete(lo: int, n: int) -> int | None:
-        if (lo, n) in number:
-            return number[lo, n]
-        if n == 1 or lo >= end or lo + n <= begin:
+    def complete(node: Node) -> int | None:
+        """Returns the buffer of a node after planning its additions.
+
+        If that isn't possible, it returns None and adds complete children to `remaining`.
+        """
+        if node in buffer_of:
+            return buffer_of[node]
+        first, n = node
+        if n == 1 or first >= end or first + n <= begin:
             return None
-        left_size = split(n)
-        children = ((lo, left_size), (lo + left_size, n - left_size))
-        a, b = (complete(*child) for child in children)
-        if a is not None and b is not None:
-            adds.append(Action("add", a, b))
-            return a
-        remaining.extend(
-            (child, index)
-            for child, index in zip(children, (a, b), strict=True)
-            if index is not None
-        )
+        left_child, right_child = children(node)
+        left_buffer = complete(left_child)
+        right_buffer = complete(right_child)
+        if left_buffer is not None and right_buffer is not None:
+            adds.append(Action("add", left_buffer, right_buffer))
+            return left_buffer
+        if left_buffer is not None:
+            remaining.append((left_child, left_buffer))
+        if right_buffer is not None:
+            remaining.append((right_child, right_buffer))
         return None
 
-    root = complete(0, shards) if partial else None
+    root = complete((0, shards)) if partial else None
     if root is not None:
         remaining.append(((0, shards), root))
     return tuple(adds), tuple(sorted(remaining))
@@ -217,120 +257,157 @@ def combine(
 def make(
     shards: int, rank: int, ranks: int, workers: int, threads: int, counts: tuple[int, ...] = ()
 ) -> Plan:
-    """The plan of process `rank` of `ranks`, each with `workers` workers whose shards `threads`
-    threads compute.
+    """Returns the plan of process `rank`.
 
-    Worker w of all ranks * workers owns run w, which is empty for some if a batch has fewer shards
-    than workers. Threads take whole workers, or share one if there are more threads. counts: see
-    `runs`.
+    Worker w of all ranks * workers has run w of `runs`. If a batch has fewer shards than workers,
+    the runs of some are empty. A thread computes the runs of whole workers. If there are more
+    threads than workers, several threads share a worker's run.
+
+    Args:
+        shards: the shards of the global batch.
+        rank: the process that the plan is for.
+        ranks: the number of processes.
+        workers: the workers of each process.
+        threads: the threads of each process.
+        counts: the shards of each process. Empty: all workers have equal shares.
     """
-    local_runs = runs(shards, ranks, workers, counts)[rank * workers : (rank + 1) * workers]
-    local_span = (local_runs[0][0], local_runs[-1][1])
-    pieces = max(1, threads // workers)
-    cut = [
-        (lo + a, lo + b)
-        for lo, hi in local_runs
-        for a, b in (share(hi - lo, pieces, i) for i in range(pieces))
-        if b > a
-    ]
-    threads = max(1, min(threads, len(cut)))
-    fresh = itertools.count()  # buffers
-    have: dict[Node, int] = {}
-    lists: list[tuple[Action, ...]] = []
+    worker_runs = runs(shards, ranks, workers, counts)[rank * workers : (rank + 1) * workers]
+    run_start, _ = worker_runs[0]
+    _, run_end = worker_runs[-1]
+    pieces_per_worker = max(1, threads // workers)
+    pieces = []  # runs that one thread computes
+    for start, end in worker_runs:
+        for i in range(pieces_per_worker):
+            first, stop = share(end - start, pieces_per_worker, i)
+            if stop > first:
+                pieces.append((start + first, start + stop))
+    threads = max(1, min(threads, len(pieces)))
+    new_buffers = itertools.count()
+    buffer_of: dict[Node, int] = {}
+    thread_actions: list[tuple[Action, ...]] = []
     for t in range(threads):
         actions: list[Action] = []
-        free: list[int] = []  # buffers are not handed from thread to thread
+        # A thread uses its own buffers again, never those of another thread.
+        free: list[int] = []
 
-        def subtree(node: Node, actions: list[Action] = actions, free: list[int] = free) -> int:
-            lo, n = node
+        def add_subtree(node: Node, actions: list[Action] = actions, free: list[int] = free) -> int:
+            """Appends the actions that compute a node, and returns its buffer."""
+            first, n = node
             if n == 1:
-                b = free.pop() if free else next(fresh)
-                actions.append(Action("run", lo, b))
-                return b
-            left_size = split(n)
-            a = subtree((lo, left_size))
-            b = subtree((lo + left_size, n - left_size))
-            actions.append(Action("add", a, b))
-            free.append(b)
-            return a
+                buffer = free.pop() if free else next(new_buffers)
+                actions.append(Action("run", first, buffer))
+                return buffer
+            left_child, right_child = children(node)
+            left_buffer = add_subtree(left_child)
+            right_buffer = add_subtree(right_child)
+            actions.append(Action("add", left_buffer, right_buffer))
+            free.append(right_buffer)
+            return left_buffer
 
-        for i in range(*share(len(cut), threads, t)):
-            for node in nodes(cut[i], shards):
-                have[node] = subtree(node)
-        lists.append(tuple(actions))
+        for i in range(*share(len(pieces), threads, t)):
+            for node in nodes(pieces[i], shards):
+                buffer_of[node] = add_subtree(node)
+        thread_actions.append(tuple(actions))
 
-    buffers = list(have.values())
-    adds, remaining = combine(tuple(have), shards)
-    final = tuple(Action("add", buffers[add.a], buffers[add.b]) for add in adds)
-    partial = tuple((node, buffers[i]) for node, i in remaining)
-    fixed = {b for _, b in partial}
-    first = {lo for (lo, _), _ in partial}
-    parts = (share(local_span[1] - local_span[0], threads, t) for t in range(threads))
-    pool_buffers = sum(
-        _pooled((local_span[0] + a, local_span[0] + b), shards, first) for a, b in parts
+    node_buffers = list(buffer_of.values())
+    adds, remaining = combine(tuple(buffer_of), shards)
+    final = tuple(Action("add", node_buffers[add.a], node_buffers[add.b]) for add in adds)
+    partial = tuple((node, node_buffers[i]) for node, i in remaining)
+    fixed_buffers = {buffer for _, buffer in partial}
+    fixed_shards = {first for (first, _), _ in partial}
+    pool_size = 0
+    for t in range(threads):
+        first, stop = share(run_end - run_start, threads, t)
+        thread_run = (run_start + first, run_start + stop)
+        pool_size += _count_pool_buffers(thread_run, shards, fixed_shards)
+    buffers = max(next(new_buffers), len(fixed_buffers) + pool_size, 1)
+    return Plan(
+        shards=shards,
+        run=(run_start, run_end),
+        threads=tuple(thread_actions),
+        final=final,
+        partial=partial,
+        buffers=buffers,
+        pool=tuple(buffer for buffer in range(buffers) if buffer not in fixed_buffers),
+        counts=counts,
     )
-    count = max(next(fresh), len(fixed) + pool_buffers, 1)
-    pool = tuple(b for b in range(count) if b not in fixed)
-    return Plan(shards, local_span, tuple(lists), final, partial, count, pool, counts)
 
 
-def _pooled(run: Run, shards: int, fixed: set[int]) -> int:
-    """Buffers of the pool that are in use at the most while a run is computed in its order.
+def _count_pool_buffers(run: Run, shards: int, fixed_shards: set[int]) -> int:
+    """Returns how many buffers of the pool a thread needs at most while it computes a run in order.
 
-    With so many for every run there is always one for the next shard of a run of which none is
-    being computed, so no thread waits for a buffer for ever. Shards of `fixed` have buffers of
-    their own.
+    If the pool has this many for every run, no thread waits forever: a buffer is always free for
+    the next shard of a run that no thread is computing. The shards in `fixed_shards` have buffers
+    outside of the pool, and so have nodes that start with them.
     """
+    run_start, run_end = run
     peak = 0
-    for shard in range(*run):
-        if shard not in fixed:
-            complete_nodes = nodes((run[0], shard), shards)
-            peak = max(peak, 1 + sum(lo not in fixed for lo, _ in complete_nodes))
+    for shard in range(run_start, run_end):
+        if shard not in fixed_shards:
+            complete_nodes = nodes((run_start, shard), shards)
+            in_pool = sum(first not in fixed_shards for first, _ in complete_nodes)
+            peak = max(peak, 1 + in_pool)
     return peak
 
 
 def unshared(plan: Plan) -> Plan:
-    """The same plan on one thread with a buffer for every shard, for shards that are not
-    completed one by one.
+    """Returns the plan for one thread and with a buffer for every shard.
+
+    It is for pipelines that have several incomplete shards at the same time.
     """
-    lo, hi = plan.run
-    runs = tuple(Action("run", s, s - lo) for s in range(lo, hi))
-    adds, partial = combine(tuple((s, 1) for s in range(lo, hi)), plan.shards)
+    start, end = plan.run
+    computing = tuple(Action("run", shard, shard - start) for shard in range(start, end))
+    adds, partial = combine(tuple((shard, 1) for shard in range(start, end)), plan.shards)
     return Plan(
-        plan.shards, plan.run, ((*runs, *adds),), (), partial, max(hi - lo, 1), counts=plan.counts
+        shards=plan.shards,
+        run=plan.run,
+        threads=((*computing, *adds),),
+        final=(),
+        partial=partial,
+        buffers=max(end - start, 1),
+        counts=plan.counts,
     )
 
 
 class Exchange(NamedTuple):
-    """How the ranks complete the tree: rank p sums range p of the arena over all nodes of all
-    ranks.
+    """How the ranks complete the tree: rank p adds range p of the floats of all nodes."""
 
-    `ranges` are in floats. `nodes[r]` are those rank r hands on, in order; `adds` go over all; node
-    0 is the sum.
-    """
-
-    ranges: tuple[Run, ...]
-    nodes: Nodes
+    ranges: tuple[Run, ...]  # floats of each rank
+    nodes: Nodes  # nodes[r] are the ones that rank r sends, in order
+    # Additions of nodes, which have numbers in the order of `nodes`. Node 0 has the sum at the end.
     adds: tuple[Action, ...]
 
 
 def ranges(floats: int, parts: int) -> tuple[Run, ...]:
-    """0..floats-1 cut into `parts` ranges at multiples of a vector of 16; some may be empty."""
-    cut = (share(-(-floats // 16), parts, p) for p in range(parts))
-    return tuple((min(a * 16, floats), min(b * 16, floats)) for a, b in cut)
+    """Returns the floats 0..floats-1 as `parts` ranges (start, end).
+
+    Ranges start at multiples of a vector. Some may be empty.
+    """
+    vectors = -(-floats // VECTOR)
+    vector_runs = (share(vectors, parts, p) for p in range(parts))
+    return tuple(
+        (min(first * VECTOR, floats), min(stop * VECTOR, floats)) for first, stop in vector_runs
+    )
 
 
 @functools.lru_cache(maxsize=64)
 def exchange(
     shards: int, ranks: int, workers: int, floats: int, counts: tuple[int, ...] = ()
 ) -> Exchange:
-    """The plan of the reduction between `ranks` processes of `workers` workers over buffers of
-    `floats` floats.
+    """Returns the plan of the reduction between processes.
+
+    Args:
+        shards: the shards of the global batch.
+        ranks: the number of processes.
+        workers: the workers of each process.
+        floats: the floats of each buffer.
+        counts: the shards of each process. Empty: all workers have equal shares.
     """
-    cuts = runs(shards, ranks, workers, counts)
-    per_rank = tuple(
-        tuple(nodes((cuts[r * workers][0], cuts[(r + 1) * workers - 1][1]), shards))
-        for r in range(ranks)
-    )
-    adds, _ = combine(tuple(node for rank_nodes in per_rank for node in rank_nodes), shards)
-    return Exchange(ranges(floats, ranks), per_rank, adds)
+    worker_runs = runs(shards, ranks, workers, counts)
+    nodes_by_rank = []
+    for r in range(ranks):
+        first, _ = worker_runs[r * workers]
+        _, end = worker_runs[(r + 1) * workers - 1]
+        nodes_by_rank.append(tuple(nodes((first, end), shards)))
+    adds, _ = combine(tuple(itertools.chain(*nodes_by_rank)), shards)
+    return Exchange(ranges(floats, ranks), tuple(nodes_by_rank), adds)

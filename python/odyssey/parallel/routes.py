@@ -72,15 +72,15 @@ def _mend(brought: Nodes, shards: int) -> Gifts:
     """
     gifts: Gifts = {}
     for a, b in zip(range(len(brought)), range(1, len(brought)), strict=False):
-        left = brought[a]
+        lower = brought[a]
         right = brought[b]
-        if not left or not right or left[-1][0] + left[-1][1] != right[0][0]:
+        if not lower or not right or lower[-1][0] + lower[-1][1] != right[0][0]:
             continue
         best = 0.0
-        for lo, n in _straddling(right[0][0], left[0][0], right[-1][0] + right[-1][1], shards):
+        for lo, n in _straddling(right[0][0], lower[0][0], right[-1][0] + right[-1][1], shards):
             sides = [
                 tuple(node for node in side if lo <= node[0] and sum(node) <= lo + n)
-                for side in (left, right)
+                for side in (lower, right)
             ]
             few = min(sides, key=len)
             gain = (len(sides[0]) + len(sides[1]) - 1) * (1 - 1 / len(brought)) - len(few)
@@ -317,8 +317,7 @@ def advice(samples: int, shard_size: int, machines: Machines, workers: int = 1) 
         return None
     return (
         f"[train] the sum of {shards} shards takes {current_ratio:.2f} times the bytes between "
-        f"{len(machines)} machines that any "
-        f"sum needs; {', or '.join(suggestions)}"
+        f"{len(machines)} machines that any sum needs; {', or '.join(suggestions)}"
     )
 
 

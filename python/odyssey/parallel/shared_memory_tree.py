@@ -1,8 +1,8 @@
-"""`tree` where all ranks see the same memory (backend "shm"): buffers and result lie in it, and
-nothing is sent.
+"""`tree` for ranks that see the same memory (backend "shm"). Buffers and result are in shared
+memory, and nothing is sent.
 
-Rank p adds range p of the floats straight out of everyone's buffers, between two barriers. The
-additions are those of plan.py, as in TreeReduction, so the bits are the same.
+Rank p adds range p of the floats of all ranks' buffers, between two barriers. The additions are the
+ones of plan.py, as in TreeReduction, so the results are the same.
 """
 
 from __future__ import annotations
@@ -14,77 +14,94 @@ from ..core import native
 from ..core.program import OwnMemory
 from .reduction import Kernels, Phased
 
-# Floats that are added at once where several additions follow each other: what is in between stays
-# in the first cache.
+# Floats of a block. All additions of one block follow each other, so that the intermediate sums
+# stay in the first cache.
 BLOCK = 4096
 
 
 class SharedReduction(Phased):
     """The tree of plan.py in shared memory: a barrier, additions, a barrier.
 
-    After the first barrier all buffers are complete; after the second nobody reads another's
-    buffers any more, and the result is complete. It is one array that all ranks see: it must not be
-    written, and a range of it changes only when all ranks have arrived at the first barrier of the
-    next time.
+    After the first barrier all buffers are complete. After the second one no rank reads the buffers
+    of another rank any more, and the result is complete. The result is one array that all ranks
+    see, so nobody may write to it. A range of it changes only when all ranks have arrived at the
+    first barrier of the next reduction.
     """
 
     def _take_buffers(self) -> np.ndarray:
+        """Allocates the buffers of all ranks in shared memory, and returns this rank's. Collective.
+
+        The ranks first tell each other how many buffers they need, and which of them will hold
+        their partial sums.
+        """
         nodes = self.exchange.nodes
-        # how many buffers; which of them hold the partial sums
-        local_layout = np.full(1 + max(len(ns) for ns in nodes), -1)
+        local_layout = np.full(1 + max(len(rank_nodes) for rank_nodes in nodes), -1)
         local_layout[0] = self.plan.buffers
-        local_layout[1 : 1 + len(nodes[self.comm.rank])] = [b for _, b in self.plan.partial]
+        partial_buffers = [buffer for _, buffer in self.plan.partial]
+        local_layout[1 : 1 + len(nodes[self.comm.rank])] = partial_buffers
+        # (ranks, 1 + nodes): the number of buffers, then the buffer of each node
         self._layouts = self.comm.all_gather(local_layout)
         max_buffers = int(self._layouts[:, 0].max())
         memory = self.comm.shared(4 * max_buffers * self.floats)
-        self._everyone = [a.view(np.float32).reshape(max_buffers, self.floats) for a in memory]
+        self._all_buffers = [
+            rank_memory.view(np.float32).reshape(max_buffers, self.floats) for rank_memory in memory
+        ]
         self.floats_needed += self.plan.buffers * self.floats
-        return self._everyone[self.comm.rank][: self.plan.buffers]
+        return self._all_buffers[self.comm.rank][: self.plan.buffers]
 
     def _prepare(self) -> None:
         super()._prepare()
         if not self.scatter:
             self.result = self.comm.shared(4 * self.floats)[0].view(np.float32)
         lo, hi = self.ranges[self.comm.rank]
-        x = self.exchange
         nodes = [
-            self._everyone[r][self._layouts[r, 1 + i]]
-            for r, rank_nodes in enumerate(x.nodes)
+            self._all_buffers[r][self._layouts[r, 1 + i]]
+            for r, rank_nodes in enumerate(self.exchange.nodes)
             for i in range(len(rank_nodes))
         ]
-        self._only = None if x.adds else nodes[0]
-        self._additions = self._of_blocks(nodes, lo, hi)
-        self.phases = (self._complete, self._add)
-        self._end = self.lanes.lane(self.comm, 1)
+        # The node to copy, if all shards are in one node, so that there is nothing to add.
+        self._single_node = None if self.exchange.adds else nodes[0]
+        self._additions = self._plan_additions(nodes, lo, hi)
+        self.phases = (self._await_buffers, self._add_range)
+        self._second_lane = self.lanes.lane(self.comm, phase=1)
 
-    def _of_blocks(self, nodes: list[np.ndarray], lo: int, hi: int) -> Kernels:
-        """Returns what adds range [lo, hi) of all nodes into the result, block by block; the
-        others are not written.
+    def _plan_additions(self, nodes: list[np.ndarray], lo: int, hi: int) -> Kernels:
+        """Returns the kernel calls that add the floats [lo, hi) of all nodes to the result.
+
+        The calls go block by block. They write only intermediate sums and the result, because other
+        ranks read the nodes.
         """
         adds = self.exchange.adds
-        self._between = native.aligned((max(len(adds) - 1, 1), BLOCK))
+        last_add = len(adds) - 1
+        self._intermediate_sums = native.aligned((max(last_add, 1), BLOCK))
         calls = []
-        for a in range(lo, hi, BLOCK) if adds else ():
-            n = min(BLOCK, hi - a)
-            operands = [OwnMemory(node[a : a + n]) for node in nodes]
-            for k, action in enumerate(adds):
-                to = OwnMemory(
-                    self.result[a : a + n] if k == len(adds) - 1 else self._between[k, :n]
-                )
-                calls.append((to, operands[action.a], operands[action.b], n))
-                operands[action.a] = to
+        for start in range(lo, hi, BLOCK) if adds else ():
+            n = min(BLOCK, hi - start)
+            operands = [OwnMemory(node[start : start + n]) for node in nodes]
+            for i, action in enumerate(adds):
+                if i == last_add:
+                    total = OwnMemory(self.result[start : start + n])
+                else:
+                    total = OwnMemory(self._intermediate_sums[i, :n])
+                calls.append((total, operands[action.a], operands[action.b], n))
+                operands[action.a] = total
         return Kernels("add", calls)
 
-    def _complete(self) -> Request:
+    def _await_buffers(self) -> Request:
+        """Starts the barrier after which the buffers of all ranks are complete.
+
+        It counts the bytes that other ranks will read from this rank's memory as sent.
+        """
         lo, hi = self.ranges[self.comm.rank]
-        # by the others, out of this rank's buffers
-        read = len(self.plan.partial) * (self.floats - (hi - lo))
-        self.bytes_sent += 4 * (read + (0 if self.scatter else (hi - lo) * (self.comm.size - 1)))
+        read_from_buffers = len(self.plan.partial) * (self.floats - (hi - lo))
+        read_from_result = 0 if self.scatter else (hi - lo) * (self.comm.size - 1)
+        self.bytes_sent += 4 * (read_from_buffers + read_from_result)
         return self.comm.barrier(wait=False)
 
-    def _add(self) -> Request:
+    def _add_range(self) -> Request:
+        """Adds this rank's range, and starts the barrier after which the result is complete."""
         lo, hi = self.ranges[self.comm.rank]
         self._additions.run()
-        if self._only is not None:
-            self.result[lo:hi] = self._only[lo:hi]
-        return self._end.barrier(wait=False)
+        if self._single_node is not None:
+            self.result[lo:hi] = self._single_node[lo:hi]
+        return self._second_lane.barrier(wait=False)

@@ -81,8 +81,7 @@ class Strategy(ReductionSettings):
         if self.reduction == "parameter_server" and zero:
             raise ConfigError(
                 f"[train] reduction='parameter_server' keeps sums on its servers, zero={zero} a "
-                "part on every rank; "
-                "use reduction='tree'"
+                "part on every rank; use reduction='tree'"
             )
         prefix = f"[train] compression={self.compression!r}"
         if self.compression and (mesh.tp or 1) > 1:
@@ -99,8 +98,7 @@ class Strategy(ReductionSettings):
         if precision == "fp16":
             raise ConfigError(
                 f"{prefix} adds what it did not send to a later step, but precision='fp16' changes "
-                "the scale of "
-                "gradients in between; use precision='bf16'"
+                "the scale of gradients in between; use precision='bf16'"
             )
 
     def check_buffers(self, names: list[str]) -> None:
@@ -117,8 +115,7 @@ class Strategy(ReductionSettings):
             )
             raise ConfigError(
                 f"[train] the model has running statistics ({names[0]}, ...), which {setting} does "
-                "not keep; use "
-                "reduction='tree', or a norm without them, such as GroupNorm"
+                "not keep; use reduction='tree', or a norm without them, such as GroupNorm"
             )
 
     def _check_mode(self, mesh: Mesh, zero: int, precision: str) -> None:

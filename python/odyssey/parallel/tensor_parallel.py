@@ -118,8 +118,7 @@ def rewrite(
     if not 1 <= size <= PARTS or not 0 <= rank < size:
         raise ConfigError(
             f"[tp] rank {rank} of {size}; sums are cut in {PARTS} parts, so --tp must be 1 to "
-            f"{PARTS} "
-            "(more ranks: raise --dp or --pp)"
+            f"{PARTS} (more ranks: raise --dp or --pp)"
         )
     work = _Rewriter(rank, size, like or {}, records)
     if size == 1:
@@ -358,9 +357,8 @@ class _Rewriter:
             piece = Piece(0, plan.ranges) if plan.split == "outputs" else Piece()
             if self.ownership.setdefault(_name(b), piece) != piece:
                 raise ConfigError(
-                    f"[tp] {_name(b)} is the bias of layers that are shared by ranks in "
-                    "different ways; "
-                    "give each a bias of its own, or use --tp 1"
+                    f"[tp] {_name(b)} is the bias of layers that are shared by ranks in different "
+                    "ways; give each a bias of its own, or use --tp 1"
                 )
         if r.tag >= 0:
             self.tags[r.tag] = plan

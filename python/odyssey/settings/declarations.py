@@ -199,8 +199,7 @@ class ReductionSettings:
         RANKS,
         "tree",
         "how gradients are summed; tree, hierarchical and parameter_server give the same bits on "
-        "any "
-        "number of workers",
+        "any number of workers",
         choices=tuple(recipes.REDUCTIONS),
     )
     servers: int = setting(
@@ -283,8 +282,7 @@ class Training(ReductionSettings):
         DATA,
         "auto",
         "how 3 x 3 convolutions of stride 1 are computed: directly (auto as well), or on CPUs in "
-        "fp32 "
-        "from 8 channels and 8 x 8 pixels on by Winograd's algorithm",
+        "fp32 from 8 channels and 8 x 8 pixels on by Winograd's algorithm",
         choices=recipes.CONV_ALGORITHMS,
         checkpoint="convolution algorithm",
     )
@@ -413,9 +411,8 @@ class Training(ReductionSettings):
         RANKS,
         None,
         "where the optimizer's state is kept: cpu, the host's memory, for GPUs; or a folder on a "
-        "disk, "
-        "for files, of which memory holds what is in use, and on CPU workers for parameters and "
-        "gradients too",
+        "disk, for files, of which memory holds what is in use, and on CPU workers for parameters "
+        "and gradients too",
         "where it is computed",
         metavar="cpu|DIR",
         alias="offload",
@@ -425,8 +422,7 @@ class Training(ReductionSettings):
         SAVING,
         "stop",
         "at a NaN or infinity: stop, skip the step, or go back to the last checkpoint and leave "
-        "the "
-        "batch out",
+        "the batch out",
         choices=recipes.NONFINITE,
     )
     check_every: int = setting(
@@ -477,8 +473,7 @@ class Settings(Training):
         DATA,
         False,
         "numbers of a table less their column's mean, over its standard deviation; both of the "
-        "training "
-        "part, and kept in checkpoints and ONNX",
+        "training part, and kept in checkpoints and ONNX",
         only=("dataset", "csv"),
     )
     drop_columns: str | None = setting(
@@ -493,8 +488,7 @@ class Settings(Training):
         DATA,
         None,
         "what stands for a missing number of a table: a number, or mean, of its column in the "
-        "training "
-        "part",
+        "training part",
         "a missing number is refused",
         metavar="mean|NUMBER",
         only=("dataset", "csv"),
@@ -523,8 +517,7 @@ class Settings(Training):
         DATA,
         None,
         "stop when this figure of epochs was no better for PATIENCE of them (3); the best "
-        "checkpoint is "
-        "then best in the directory of checkpoints",
+        "checkpoint is then best in the directory of checkpoints",
         "all epochs",
         metavar="FIGURE[:PATIENCE[:MIN_DELTA]]",
     )
@@ -595,9 +588,8 @@ class Settings(Training):
     resume: str = setting(
         SAVING,
         "auto",
-        "go on from the newest valid checkpoint, refuse if there is one, go on from that at "
-        "PATH, or "
-        "begin a new training with the newest weights (those at PATH)",
+        "go on from the newest valid checkpoint, refuse if there is one, go on from that at PATH, "
+        "or begin a new training with the newest weights (those at PATH)",
         metavar="auto|never|PATH|weights[:PATH]",
     )
     allow_nondeterministic_data: bool = setting(
@@ -621,9 +613,8 @@ class Settings(Training):
     log: str | None = setting(
         OUTPUT,
         None,
-        "write the figures of steps and epochs: csv, jsonl, tensorboard, mlflow, wandb, or "
-        "several of "
-        "them with commas",
+        "write the figures of steps and epochs: csv, jsonl, tensorboard, mlflow, wandb, or several "
+        "of them with commas",
         "not written",
         metavar="NAMES",
     )
@@ -742,7 +733,7 @@ OF_FIT = (
 #: Who takes what a trainer does not.
 ELSEWHERE = {
     "fit()": "train_loader val_loader epochs max_steps callbacks verbose profile "
-    "checkpoint_epochs mlflow_experiment",
+    "checkpoint_epochs mlflow_experiment state",
     "data.DataLoader": "dataset batch_size shuffle sampler drop_last prefetch transform "
     "num_workers pin_memory",
     "the optimizer": "lr momentum nesterov betas eps weight_decay",

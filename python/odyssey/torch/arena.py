@@ -36,7 +36,7 @@ class ModuleArena:
     def __init__(self, module: nn.Module) -> None:
         _check_module(module)
         self.module = module
-        trained = {name for name, p in module.named_parameters() if p.requires_grad}
+        trained = {name for name, p in named_parameters(module) if p.requires_grad}
         if not trained:
             raise ConfigError(
                 f"[torch] {type(module).__name__} has no parameter that requires a gradient"
@@ -48,7 +48,7 @@ class ModuleArena:
         """Puts the parameters of these names first, with places for their gradients, the others
         behind them.
         """
-        parameters = list(self.module.named_parameters())
+        parameters = named_parameters(self.module)
         self.named = sorted(parameters, key=lambda pair: pair[0] not in trained)
         self.trained = sum(name in trained for name, _ in parameters)
         tensors = [p for _, p in self.named]
@@ -106,8 +106,7 @@ class ModuleArena:
         if name := self.moved():
             raise ConfigError(
                 f"[torch] {name} is not where it was: a later trainer or DistributedDataParallel "
-                "of this module, "
-                "or module.to(), has moved it; use the later one, or make a new one"
+                "of this module, or module.to(), has moved it; use the later one, or make a new one"
             )
 
     def views(self, flat: np.ndarray) -> list[torch.Tensor]:
@@ -130,7 +129,19 @@ class ModuleArena:
     @property
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
         """All buffers by name, as they are now."""
-        return list(self.module.named_buffers())
+        return [(plain_name(name), buffer) for name, buffer in self.module.named_buffers()]
+
+
+def plain_name(name: str) -> str:
+    """Returns a name without what `torch.compile` puts before it, so that compiled and plain
+    modules load each other's checkpoints.
+    """
+    return name.replace("_orig_mod.", "")
+
+
+def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Returns the parameters of a module by plain names, each once."""
+    return [(plain_name(name), p) for name, p in module.named_parameters()]
 
 
 def _check_module(module: nn.Module) -> None:
@@ -139,9 +150,8 @@ def _check_module(module: nn.Module) -> None:
         layer = f"{name} ({kind})" if name else kind
         if isinstance(part, nn.SyncBatchNorm):
             raise ConfigError(
-                f"[torch] {layer} talks to other ranks within a step, so its bits depend on "
-                "their number; use "
-                "BatchNorm, whose statistics are of a shard, or GroupNorm"
+                f"[torch] {layer} talks to other ranks within a step, so its bits depend on their "
+                "number; use BatchNorm, whose statistics are of a shard, or GroupNorm"
             )
         if getattr(part, "sparse", False) is True and isinstance(
             part, nn.Embedding | nn.EmbeddingBag
@@ -155,12 +165,10 @@ def _check_module(module: nn.Module) -> None:
         if p.numel() > 1 and not any(p.stride()) and bool(p.detach().isnan().all()):
             raise ConfigError(
                 f"[torch] {name} is in parts, as an earlier trainer of this module has zero=3; "
-                "make the new one in "
-                "`with trainer.gathered():` of that"
+                "make the new one in `with trainer.gathered():` of that"
             )
         if p.dtype != torch.float32 or p.device.type != "cpu" or p.layout != torch.strided:
             raise ConfigError(
                 f"[torch] {name} is {str(p.dtype).removeprefix('torch.')} on {p.device}; float32 "
-                "on the "
-                "CPU is allowed: module.float().cpu(), and precision='bf16' for autocast"
+                "on the CPU is allowed: module.float().cpu(), and precision='bf16' for autocast"
             )

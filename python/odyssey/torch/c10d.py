@@ -400,7 +400,7 @@ def create(options: Any, backend_options: Any = None) -> OdysseyProcessGroup:
     first = _first_groups.get(ranks)
     comms = []
     if first is None:
-        comms.append(_default_world[0]._part(ranks))  # only its members are here
+        comms.append(_default_world[0]._make_group(ranks))  # only its members are here
     else:  # another group of the same ranks: made by the first, whose calls they match
         first._line.run(lambda: comms.append(first.comm.group(range(len(ranks)))), later=False)
     group = OdysseyProcessGroup(comms[0], _seconds(options.timeout))

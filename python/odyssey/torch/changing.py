@@ -1,9 +1,17 @@
-"""Settings of a torch module while it is trained: modes, requires_grad, attributes that JSON has
-(nn/settings.py).
+"""What forward() and the loss change while a torch module is trained.
 
-A callback may change them; a checkpoint holds what differs from the beginning of fit(). What
-forward() itself sets is left out; where it counts its calls it is refused, as how often it runs on
-a rank depends on the layout.
+A callback may change attributes of a module; checkpoints keep them (capture/). What forward() and
+the loss change is another matter: how often they run on a rank depends on the number of ranks. So
+
+    what they set and do not read     is neither kept nor compared, such as a map of attention that
+                                      is kept to be looked at
+    what they set and read            is refused by name
+    running statistics                are merged (norms.py)
+
+`ForwardWatch` looks at attributes of modules around each shard. `ForwardCheck` walks module and
+loss before and after the first shard of each epoch, so that it also finds what is in closures,
+globals, tensors and objects. Whether a change is read is tried: the shard is computed with what was
+there before, and with what is there now.
 """
 
 from __future__ import annotations
@@ -12,41 +20,53 @@ import contextlib
 import json
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
+from ..capture import REFERENCE, Capture, Picture, decode, encode, mark, put_into
 from ..comm import Communicator
-from ..errors import CheckpointError, ConfigError
+from ..errors import ConfigError
 from ..nn import settings
 from ..train import agreement
+from .seeded import put_back, states
 
 # times that a number rises by as much as the time before, which a length or a loss does not
 COUNTS = 3
 SMALL = 64  # values of a list or dict that is looked into
 LONGEST = 1 << 20  # bytes of the names of attributes that forward() sets
+COPIED_BYTES = 1 << 20  # a value of at most this size is copied before the shards
+ROOTS = ("model", "loss")
+_CANNOT_BE_SET = (AttributeError, KeyError, TypeError, ValueError, RuntimeError)
+ADVICE = "count steps in a callback (on_step_end) instead, or use deterministic='warn'"
 
 
-class ModuleSettings:
-    """The settings of a module, and of the loss if that is a module. strict: refuse a forward()
-    that counts its calls. by_forward: keys of attributes that forward() sets, of shards that
-    this rank has run, or of all (`share`).
+class ForwardWatch:
+    """Notes the attributes of a module, and of the loss if that is a module, that forward() sets.
+
+    Args:
+        module, loss: as the trainer was given them.
+        strict: refuse a forward() that counts its calls.
+
+    Attributes:
+        set_by_forward: (id of a module, name) of the attributes that forward() of shards of this
+            rank has set.
     """
 
     def __init__(self, module: nn.Module, loss: Any, strict: bool) -> None:
-        self.roots = {"module": module}
+        self.roots = {"model": module}
         if isinstance(loss, nn.Module):
             self.roots["loss"] = loss
         self.strict = strict
-        self.by_forward: set[str] = set()
+        self.set_by_forward: set[tuple[int, str]] = set()
         self._structures = self._structure()
         self._owned = [
-            (f"{root}.{path}." if path else f"{root}.", vars(module))
+            (f"{root}.{path}." if path else f"{root}.", vars(module), id(module))
             for root, top in self.roots.items()
             for path, module in top.named_modules()
         ]
-        holders = [own for _, own in self._owned if "_modules" in own]
+        holders = [own for _, own, _ in self._owned if "_modules" in own]
         self._held = [
             (own[kind], dict(own[kind])) for own in holders for kind in ("_modules", "_parameters")
         ]
@@ -55,58 +75,19 @@ class ModuleSettings:
         self.remember()
 
     def remember(self) -> None:
-        """Takes what all is set to now as what the training was built with."""
-        self._built = self.values()
+        """Notes the lists and dicts that are attributes now; fit() begins."""
         self._containers = [
-            (at + name, value)
-            for at, own in self._owned
-            for name, value in own.items()
+            (owner, name, value)
+            for _, attributes, owner in self._owned
+            for name, value in attributes.items()
             if name[0] != "_"
             and type(value) in (list, dict)
             and len(value) <= SMALL
             and settings.is_value(value)
         ]
 
-    def values(self) -> dict[str, Any]:
-        """All settings by their keys, such as "module.drop.p"; without what forward() sets."""
-        found = {
-            f"{root}.{k}": v
-            for root, top in self.roots.items()
-            for k, v in settings.values(top).items()
-        }
-        return {key: value for key, value in found.items() if key not in self.by_forward}
-
-    def changed(self) -> dict[str, Any]:
-        """Returns the settings that are not what they were at `remember`, as JSON has them."""
-        return settings.changed(self.values(), self._built)
-
-    def restore(self, saved: Mapping[str, Any], name: str) -> None:
-        """Sets all to what `changed` gave, the others to what was built.
-
-        Raises CheckpointError: one is not there.
-        """
-        try:
-            wanted = {**self._built, **{key: settings.decoded(v) for key, v in saved.items()}}
-            for root, top in self.roots.items():
-                own = {
-                    k: v
-                    for k, v in wanted.items()
-                    if k.partition(".")[0] == root and k not in self.by_forward
-                }
-                settings.restore(top, {key.partition(".")[2]: value for key, value in own.items()})
-        except (AttributeError, KeyError, TypeError, ValueError) as problem:
-            raise CheckpointError(
-                f"[resume] {name}: settings of modules are not taken back: {problem}"
-            ) from problem
-
-    def share(self, comm: Communicator) -> None:
-        """Lets all ranks know what forward() sets; a collective call."""
-        if comm.size > 1:
-            for text in agreement.texts(comm, json.dumps(sorted(self.by_forward)), LONGEST):
-                self.by_forward.update(json.loads(text))
-
     def _structure(self) -> tuple[dict[str, nn.Module], dict[str, nn.Parameter]]:
-        top = self.roots["module"]
+        top = self.roots["model"]
         return dict(top.named_modules(remove_duplicate=False)), dict(
             top.named_parameters(remove_duplicate=False)
         )
@@ -131,12 +112,9 @@ class ModuleSettings:
                     )
                     raise ConfigError(
                         f"[torch] the {what} {name} {does} since the trainer was made, so it is "
-                        "not what is trained; "
-                        "change values in place (load_state_dict, p.copy_), or make a new "
-                        "trainer of the module"
+                        "not what is trained; change values in place (load_state_dict, p.copy_), "
+                        "or make a new trainer of the module"
                     )
-
-    # --- what forward() sets ---
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
@@ -144,21 +122,22 @@ class ModuleSettings:
 
         Raises ConfigError: it counts in one.
         """
-        before = [dict(attributes) for _, attributes in self._owned]
-        inside = [(key, value, repr(value)) for key, value in self._containers]
+        before = [dict(attributes) for _, attributes, _ in self._owned]
+        inside = [(owner, name, value, repr(value)) for owner, name, value in self._containers]
         yield
-        for (at, now), then in zip(self._owned, before, strict=True):
+        for (at, now, owner), then in zip(self._owned, before, strict=True):
             if _same(now, then):
                 continue
             for name, value in now.items():
                 if name[0] != "_" and then.get(name, self) is not value:
-                    self._set(at + name, then.get(name), value)
-        for key, value, text in inside:
+                    self.set_by_forward.add((owner, name))
+                    self._check_count(at + name, then.get(name), value)
+        for owner, name, value, text in inside:
             if repr(value) != text:
-                self._set(key, None, None)
+                self.set_by_forward.add((owner, name))
 
-    def _set(self, key: str, old: Any, value: Any) -> None:
-        self.by_forward.add(key)
+    def _check_count(self, key: str, old: Any, value: Any) -> None:
+        """Raises ConfigError: a number rises by as much with each call of forward()."""
         if not all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in (old, value)):
             return
         by = value - old
@@ -167,11 +146,219 @@ class ModuleSettings:
         self._last[key] = value, by, times
         if self.strict and times >= COUNTS:
             raise ConfigError(
-                f"[torch] forward() counts in {key} ({old}, then {value}): how often it runs on "
-                "a rank depends on the "
-                "layout; count steps in a callback (on_step_end) instead, or use "
-                "deterministic='warn'"
+                f"[torch] forward() counts in {key} ({old}, then {value}): how often it runs on a "
+                f"rank depends on the layout; {ADVICE}"
             )
+
+
+class ForwardCheck:
+    """Finds what forward() and the loss change, at the first shard of a fit and of each epoch.
+
+    Args:
+        capture: knows the state beyond weights; it is told what is neither kept nor compared.
+        strict: refuse what is set and read; else it is reported.
+        say: reports a line to the user.
+
+    Attributes:
+        is_due: True before the first step of an epoch.
+    """
+
+    def __init__(self, capture: Capture, strict: bool, say: Callable[[str], None]) -> None:
+        self.capture = capture
+        self.strict = strict
+        self.say = say
+        self.is_due = True
+        self._before = Picture()
+        self._copies: dict[str, Any] = {}
+        self._reported: set[str] = set()
+
+    def begin(self) -> None:
+        """Notes what there is before the shard."""
+        self._before = self.capture.look(ROOTS)
+        self._copies = _copies_of(self._before)
+
+    def end(self, compute: Callable[[], list[Any]] | None) -> None:
+        """Looks at what the shard has changed.
+
+        Args:
+            compute: returns the results of the shard as values. It is called with what was there
+                before the shard, and with what is there now; if its results differ, something that
+                has changed is read. None: that can't be tried on this layout.
+
+        Raises:
+            ConfigError: Something that has changed is read, or counts calls.
+        """
+        self.is_due = False
+        after = self.capture.look(ROOTS)
+        paths = _changed(self._before, after)
+        if not paths and not _built_in(self._before, after):
+            return
+        tried = _without_built(paths, self._before, after)
+        if tried and compute is not None and (read := self._find_read(tried, after, compute)):
+            self._refuse(read, after)
+        self.capture.by_forward.update(paths, _built_in(self._before, after))
+
+    def _find_read(
+        self, paths: list[str], after: Picture, compute: Callable[[], list[Any]]
+    ) -> str | None:
+        """Returns the first of these paths that is read or counts calls; None if none is."""
+        results_differ, counter = self._try(paths, after, compute)
+        if counter is not None or not results_differ:
+            return counter
+        for path in paths:
+            differ, _ = self._try([path], after, compute)
+            if differ:
+                return path
+        return paths[0]
+
+    def _try(
+        self, paths: list[str], after: Picture, compute: Callable[[], list[Any]]
+    ) -> tuple[bool, str | None]:
+        """Computes a shard with what was there before at these paths, and with what is there now.
+
+        Returns whether results differ, and the path of a whole number that has risen by as much in
+        both, because it counts calls.
+        """
+        copies_after = _copies_of(after)
+        generators = states()
+        try:
+            _set_all(paths, after, self._before, self._copies)
+            try:
+                results_before = [mark(value) for value in compute()]
+            except Exception:  # it can't be computed with a part of what was there before
+                return False, None
+            rises_before = self._rises(paths, self._copies)
+            put_back(generators)
+            _set_all(paths, after, after, copies_after)
+            results_after = [mark(value) for value in compute()]
+            rises_after = self._rises(paths, copies_after)
+        except Exception:  # if it is no accident, the next shard raises it too
+            return False, None
+        finally:
+            put_back(generators)
+            _set_all(paths, after, after, copies_after)
+        counters = [path for path, by in rises_before.items() if rises_after.get(path) == by]
+        return results_before != results_after, counters[0] if counters else None
+
+    def _rises(self, paths: list[str], copies: Mapping[str, Any]) -> dict[str, int]:
+        """Returns by how much whole numbers have risen since they were copied, by path."""
+        now = self.capture.look(ROOTS)
+        rises = {}
+        for path in paths:
+            node, arrays = copies.get(path, (None, {}))
+            old = _only_number(decode(node, arrays))
+            new = _only_number(_value_at(now, path))
+            if old is not None and new is not None and new > old:
+                rises[path] = new - old
+        return rises
+
+    def _refuse(self, path: str, after: Picture) -> None:
+        old = self._before.entries.get(path)
+        new = after.entries.get(path)
+        text = (
+            f"[torch] forward() or the loss changes {path} "
+            f"({'missing' if old is None else old.mark[:40]}, then "
+            f"{'missing' if new is None else new.mark[:40]}) and reads it: how often they run on a "
+            f"rank depends on the layout, so results would too; {ADVICE}"
+        )
+        if self.strict:
+            raise ConfigError(text)
+        if path not in self._reported:
+            self._reported.add(path)
+            self.say(text)
+
+
+def share(comm: Communicator, capture: Capture) -> None:
+    """Lets all ranks know what forward() sets; a collective call."""
+    if comm.size > 1:
+        capture.look(ROOTS)
+        for text in agreement.texts(comm, json.dumps(sorted(capture.by_forward)), LONGEST):
+            capture.by_forward.update(json.loads(text))
+
+
+def _copies_of(picture: Picture) -> dict[str, Any]:
+    """Returns the values of a picture, encoded, by path; not the large ones."""
+    copies: dict[str, Any] = {}
+    for path, entry in picture.entries.items():
+        if entry.sort == "value" and getattr(entry.value, "nbytes", 0) <= COPIED_BYTES:
+            arrays: dict[str, Any] = {}
+            node = encode(entry.value, arrays, path)
+            copies[path] = node, {name: array.copy() for name, array in arrays.items()}
+    return copies
+
+
+def _changed(before: Picture, after: Picture) -> list[str]:
+    """Returns the paths of values that are not what they were.
+
+    A value that has only got another path, because forward() has set another name of its object,
+    is not among them.
+    """
+    old = before.marks()
+    new = after.marks()
+    old_by_place = {_place_of(before, path): mark for path, mark in old.items()}
+    new_by_place = {_place_of(after, path): mark for path, mark in new.items()}
+    changed = []
+    for path in {**old, **new}:
+        place = _place_of(after if path in new else before, path)
+        is_moved = old_by_place.get(place) == new_by_place.get(place)
+        if old.get(path) != new.get(path) and not is_moved:
+            changed.append(path)
+    return changed
+
+
+def _without_built(paths: list[str], before: Picture, after: Picture) -> list[str]:
+    """Returns the paths without those of objects that the shard has built, such as a layer that
+    creates its parts when it is first called.
+
+    Such an object can't be tried without its parts.
+    """
+    holders = {after.entries[path].parent for path in _built_in(before, after)} - {*ROOTS}
+    around = tuple(f"{holder}{end}" for holder in holders for end in ".[")
+    return [path for path in paths if not path.startswith(around)]
+
+
+def _built_in(before: Picture, after: Picture) -> list[str]:
+    """Returns the paths of objects that are new."""
+    return [
+        path
+        for path, entry in after.entries.items()
+        if entry.sort == REFERENCE and path not in before.entries and ":" not in path
+    ]
+
+
+def _place_of(picture: Picture, path: str) -> tuple[str, int, str]:
+    """Returns where a value is held, whatever its path."""
+    place = picture.entries[path].place
+    return place.kind, id(place.holder), repr(place.key)
+
+
+def _value_at(picture: Picture, path: str) -> Any:
+    entry = picture.entries.get(path)
+    return None if entry is None else entry.value
+
+
+def _set_all(paths: list[str], now: Picture, wanted: Picture, copies: Mapping[str, Any]) -> None:
+    """Sets the values at some paths to those of a picture, with their copies."""
+    for path in paths:
+        entry = wanted.entries.get(path)
+        place = (now.entries.get(path) or entry).place
+        with contextlib.suppress(*_CANNOT_BE_SET):
+            if entry is None:
+                place.remove()
+                continue
+            place.set(entry.value)
+            if path in copies:
+                node, arrays = copies[path]
+                value = decode(node, arrays)
+                if not put_into(entry.value, value):
+                    place.set(value)
+
+
+def _only_number(value: Any) -> int | None:
+    """Returns a whole number, or the only one in a list; None for other values."""
+    if isinstance(value, list) and len(value) == 1:
+        (value,) = value
+    return value if type(value) is int else None
 
 
 def _same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:

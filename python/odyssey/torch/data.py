@@ -1,16 +1,16 @@
-"""Global batches for torch: `DataLoader`, of which each rank reads its own fixed shards, and
-what any loader gives.
+"""Global batches for torch, from odyssey's `DataLoader` and from any other loader.
 
-The order is that of odyssey's own loaders. Random transforms (torchvision's v2 among them) draw the
-same for a sample on whatever rank and worker (seeded.py). Each shard is collated alone: padding
-does not depend on the ranks.
+Each rank reads its own fixed shards of the batches of a `DataLoader`. The order of the samples is
+that of odyssey's own loaders. Random transforms, for example those of torchvision.transforms.v2,
+draw the same numbers for a sample on each rank and worker (seeded.py). Each shard is collated
+separately, so padding doesn't depend on the ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch.utils.data
 
 from .. import comm as communication
 from .. import data as own
+from ..capture import edges_of_object, register_edges
 from ..comm import Communicator
 from ..data import ArrayDataset, Batch, Part, Pieces, leaves, mapped
 from ..errors import ConfigError, DataError, check_integer
@@ -26,22 +27,32 @@ from ..parallel import plan
 from ..train import check_batches, check_sampler
 from .seeded import Seeded, TensorRows
 from .shards import Share, generator, seed_of
+from .worker_seeds import seed_kept_workers
 
-ORDER = 1 << 62  # apart from the numbers of steps, where loaders' seeds are made
+# torch keeps a running iterator and its workers in it, which no checkpoint holds
+_UNCAPTURED = ("_iterator", "_IterableDataset_len_called")
+register_edges(
+    torch.utils.data.DataLoader, lambda loader, path: edges_of_object(loader, path, _UNCAPTURED)
+)
+
+ORDER = 1 << 62  # seeds the order of an epoch, instead of a step's number
 _NONE = np.empty(0, np.float32)
 
 
 def tree_of(value: Any) -> Any:
-    """Returns what a collate function makes as a tree (data/nested.py): lists as tuples, any
-    mappings as dicts.
+    """Returns the result of a collate function as a tree (data/nested.py): lists become tuples, and
+    all mappings become dicts.
     """
     if isinstance(value, Mapping):
         return {name: tree_of(part) for name, part in value.items()}
     return tuple(map(tree_of, value)) if isinstance(value, (tuple, list)) else value
 
 
-def _array(leaf: Any) -> np.ndarray:
-    """The memory of a tensor, or of what becomes one; bfloat16, which NumPy has not, as float32."""
+def _view_as_array(leaf: Any) -> np.ndarray:
+    """Returns the memory of a tensor, or of an array or number.
+
+    NumPy has no bfloat16, so that becomes float32.
+    """
     tensor = leaf.detach() if isinstance(leaf, torch.Tensor) else torch.from_numpy(np.array(leaf))
     return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
@@ -53,7 +64,7 @@ class Samples(ArrayDataset):
 
     def __init__(self, inputs: Any, targets: Any, name: str) -> None:
         try:
-            x, y = (mapped(_array, tree_of(tree)) for tree in (inputs, targets))
+            x, y = (mapped(_view_as_array, tree_of(tree)) for tree in (inputs, targets))
         except TypeError as problem:
             raise DataError(
                 f"{name}: {problem}; tensors or arrays, or tuples or dicts of them, are allowed"
@@ -70,16 +81,20 @@ class Samples(ArrayDataset):
         """Skips the checks of an ArrayDataset, which need not hold for what PyTorch is given."""
 
     def gather(self, indices: np.ndarray) -> tuple[Any, Any]:
-        """Inputs and targets at `indices` (B,), which follow each other; not copies."""
+        """Returns inputs and targets at `indices` (B,), which follow each other, without copies."""
         lo = int(indices[0])
         hi = int(indices[-1]) + 1
         return tuple(mapped(lambda a: a[lo:hi], tree) for tree in (self.images, self.labels))  # type: ignore[return-value]
 
 
 class Shared(Samples):
-    """The samples of a global batch of which this rank has its shards: ranks compare its length
-    alone. shard_size: samples per shard, the last may have fewer. shards: by number, as the
-    collate function made them.
+    """A global batch of which each rank has its own shards, so ranks compare only its length.
+
+    Args:
+        samples: of the global batch.
+        shard_size: samples per shard; the last may have fewer.
+        shards: this rank's shards by number, as the collate function returned them.
+        name: for messages.
     """
 
     def __init__(self, samples: int, shard_size: int, shards: dict[int, Any], name: str) -> None:
@@ -87,29 +102,33 @@ class Shared(Samples):
         self.__dict__.update(shard_size=shard_size, shards=shards)
 
     def shard(self, lo: int, hi: int) -> Any:
-        """Samples lo to hi - 1, which are a shard; ConfigError if they are none of the loader's."""
+        """Returns the shard of samples lo to hi - 1.
+
+        Raises ConfigError: the loader has another shard size.
+        """
         size = self.shard_size
         if lo % size or hi - lo != min(size, len(self) - lo):
-            raise _other_size(size, hi - lo)
+            raise _shard_size_error(size, hi - lo)
         return self.shards[lo // size]
 
     def gather(self, indices: np.ndarray) -> tuple[Any, Any]:
-        """Refused: other ranks have the other samples."""
+        """Raises ConfigError, because other ranks have the other samples."""
         raise ConfigError(
             "[torch] this is a global batch, shared out over ranks: `for x, y in net.shards(batch)`"
         )
 
 
-def _other_size(loaders: int, trainers: int) -> ConfigError:
+def _shard_size_error(loader_size: int, trainer_size: int) -> ConfigError:
     return ConfigError(
-        f"[torch] the loader's shard_size is {loaders}, the trainer's {trainers}; give both the "
-        "same, or only one"
+        f"[torch] the loader's shard_size is {loader_size}, the trainer's {trainer_size}; give "
+        "both the same, or only one"
     )
 
 
 class _Order:
-    """Sampler of what torch's loader reads next, shard by shard: the (epoch, index) of each
-    sample.
+    """The sampler of torch's loader. It yields for each shard the (epoch, index) of its samples.
+
+    next_shards: the shards that the next iteration yields.
     """
 
     next_shards: Iterator[list[tuple[int, int]]] = iter(())
@@ -153,7 +172,8 @@ class DataLoader(own.DataLoader):
         for name in ("sampler", "batch_sampler"):
             if options.get(name) is not None:
                 raise ConfigError(
-                    f"[torch] DataLoader({name}=...): the loader shares batches out; leave it out"
+                    f"[torch] DataLoader({name}=...): the loader shares samples out itself; leave "
+                    "it out, or give fit() a torch.utils.data.DataLoader with it"
                 )
         super().__init__(dataset, batch_size, shuffle, seed=seed, drop_last=drop_last, prefetch=0)
         default = plan.default_shard_size(self.batch_size)
@@ -162,77 +182,121 @@ class DataLoader(own.DataLoader):
             "shard_size", default if shard_size is None else shard_size, 1
         )
         self.comm = communication.world() if comm is None else comm
-        self._read = _Order()
-        self._table = TensorRows(dataset) if TensorRows.fit(dataset, options) else None
+        self._shard_order = _Order()
+        self._row_reader = TensorRows(dataset) if TensorRows.fit(dataset, options) else None
         # With a generator of its own: its base seed would be drawn from the global one, at every
         # epoch.
         options = {"generator": torch.Generator(), **options}
         samples: Any = Seeded(dataset, self.seed)
-        self._loader = torch.utils.data.DataLoader(samples, batch_sampler=self._read, **options)  # type: ignore[arg-type]
+        self._loader = torch.utils.data.DataLoader(
+            samples, batch_sampler=self._shard_order, **options
+        )  # type: ignore[arg-type]
+
+    @property
+    def collate_fn(self) -> Any:
+        """The function that makes the samples of a shard one batch."""
+        return self._loader.collate_fn
 
     def follow(self, shard_size: int) -> None:
-        """Takes the shard size of a trainer.
+        """Uses the shard size of a trainer.
 
-        Raises ConfigError: this loader was given another one.
+        Raises ConfigError: this loader was created with another one.
         """
         if self.fixed_size and shard_size != self.shard_size:
-            raise _other_size(self.shard_size, shard_size)
+            raise _shard_size_error(self.shard_size, shard_size)
         self.shard_size = shard_size
 
-    def _local_shards(self, part: Part | None, samples: int) -> range:
-        """The shards of a batch that this rank reads."""
+    def _find_local_shards(self, part: Part | None, samples: int) -> range:
+        """Returns the numbers of the shards that this rank reads of a batch.
+
+        part: the share of a trainer; None for equal shares.
+        """
         if isinstance(part, Share):
             return part.shards.local_shards(samples, part.train)
-        return range(
-            *plan.share(plan.shard_count(samples, self.shard_size), self.comm.size, self.comm.rank)
-        )
+        shards = plan.shard_count(samples, self.shard_size)
+        first, stop = plan.share(shards, self.comm.size, self.comm.rank)
+        return range(first, stop)
 
-    def _batches(
+    def _read_batches(
         self, cut: Pieces, epoch: int, part: Part | None, stopped: Callable[[], bool]
     ) -> Iterator[Batch]:
-        """Batches with this rank's shards; torch reads those of an epoch in one go, so that its
-        workers are ahead.
+        """Yields batches with this rank's shards.
+
+        Torch's loader gets the shards of the whole epoch at once, so that its workers read ahead.
+        `cut` gives (number, indices of the samples) of each batch.
         """
         if isinstance(part, Share) and part.shards.shard_size is not None:
             self.follow(part.shards.shard_size)
         pieces = list(cut)
         size = self.shard_size
-        runs = [self._local_shards(part, len(n)) for _, n in pieces]
-        shards = (
-            n[s * size : (s + 1) * size]
-            for (_, n), run in zip(pieces, runs, strict=True)
-            for s in run
+        runs = [self._find_local_shards(part, len(indices)) for _, indices in pieces]
+        shard_indices = (
+            indices[shard * size : (shard + 1) * size]
+            for (_, indices), run in zip(pieces, runs, strict=True)
+            for shard in run
         )
-        self._read.next_shards = ([(epoch, k) for k in numbers.tolist()] for numbers in shards)
-        read: Iterator[Any] = (
-            iter(self._loader) if self._table is None else map(self._table, self._read.next_shards)
+        self._shard_order.next_shards = (
+            [(epoch, index) for index in indices.tolist()] for indices in shard_indices
         )
-        for (index, numbers), run in zip(pieces, runs, strict=True):
-            n = len(numbers)
-            data = Shared(n, size, {s: next(read) for s in run}, f"batch {index} of epoch {epoch}")
-            yield Batch(data, np.arange(n), epoch, index, numbers)
+        if self._row_reader is None:
+            shards: Iterator[Any] = iter(self._loader)
+        else:
+            shards = map(self._row_reader, self._shard_order.next_shards)
+        for (number, indices), run in zip(pieces, runs, strict=True):
+            samples = len(indices)
+            local_shards = {shard: next(shards) for shard in run}
+            data = Shared(samples, size, local_shards, f"batch {number} of epoch {epoch}")
+            yield Batch(data, np.arange(samples), epoch, number, indices)
+
+
+def begin_epoch(loader: Any, epoch: int, seed: int) -> None:
+    """Prepares a loader for an epoch.
+
+    Torch's generator is seeded by the epoch. So a loader that shuffles with it has the same order
+    on all ranks, and again when a training run resumes within the epoch. Workers that are kept
+    from epoch to epoch are seeded as new workers are.
+    """
+    generator.manual_seed(seed_of(seed, ORDER, epoch))
+    # odyssey's own loaders count epochs themselves; others are told.
+    if not hasattr(loader, "start_at"):
+        for source in (loader, getattr(loader, "sampler", None)):
+            if hasattr(source, "set_epoch"):
+                source.set_epoch(epoch)
+    seed_kept_workers(loader)
 
 
 def batches(
-    loader: Any, epoch: int, seed: int, steps: int, targets: bool = True
+    loader: Any,
+    epoch: int,
+    seed: int,
+    steps: int,
+    targets: bool = True,
+    started: Iterable[Any] | None = None,
 ) -> Iterator[Batch]:
-    """The batches of an epoch of any loader; those of pairs of tensors or arrays become batches
-    of their own. torch's generator is seeded by the epoch first, so that a loader that
-    shuffles with it gives all ranks the same order, and gives it again when a training goes
-    on within the epoch. steps: batches that make one step; those of tensors cannot be joined.
-    targets: whether they are needed; without, batches may be inputs alone.
+    """Yields the batches of an epoch of any loader; pairs of tensors or arrays become batches.
+
+    Args:
+        loader: yields batches of odyssey's, or pairs (inputs, targets) or dicts of tensors.
+        epoch: its number.
+        seed: of the order.
+        steps: batches that make one step. Batches of tensors can't be joined, so it must be 1.
+        targets: False if batches may consist of inputs only.
+        started: an iterable over the loader that prepares the epoch; None: `begin_epoch` does.
+
+    Raises:
+        ConfigError: A batch is of another kind, or `steps` isn't supported for it.
     """
     check_batches(loader)
     check_sampler(loader)
-    generator.manual_seed(seed_of(seed, ORDER, epoch))
-    for source in () if hasattr(loader, "start_at") else (loader, getattr(loader, "sampler", None)):
-        if hasattr(source, "set_epoch"):
-            source.set_epoch(epoch)
-    for index, item in enumerate(_look_ahead(loader)):
+    if started is None:
+        begin_epoch(loader, epoch, seed)
+        started = loader
+    for index, item in enumerate(_look_ahead(loader, started)):
         if isinstance(item, Batch):
             yield item
             continue
-        data = Samples(*_split_batch(item, targets), f"batch {index} of epoch {epoch}")
+        inputs, target_values = _split_batch(item, targets)
+        data = Samples(inputs, target_values, f"batch {index} of epoch {epoch}")
         if steps > 1:
             raise ConfigError(
                 f"[torch] accumulation_steps is {steps}, and batches of tensors are not joined; "
@@ -241,30 +305,35 @@ def batches(
         yield Batch(data, np.arange(len(data)), epoch, index)
 
 
-def _look_ahead(loader: Any) -> Iterator[Any]:
-    """Iterates over a loader; before the last item is given the loader has come to its end,
-    where samplers such as RandomSampler draw once more: a checkpoint of that step holds the
-    generators that the next epoch begins with.
+def _look_ahead(loader: Any, started: Iterable[Any]) -> Iterator[Any]:
+    """Yields the items of a loader, and exhausts the loader before it yields the last item.
+
+    At their end, samplers such as RandomSampler draw random numbers again. So a checkpoint of the
+    last step holds the generator states with which the next epoch starts.
     """
-    items = iter(loader)
-    last = 0
+    items = iter(started)
+    length = 0
     with contextlib.suppress(TypeError, NotImplementedError):  # a stream has no length
-        last = len(loader)
+        length = len(loader)
+    end = object()
     for number in itertools.count(1):
         try:
             item = next(items)
         except StopIteration:
             return
-        ahead = [next(items, items)] if number == last else []  # `items`: the end
+        following = next(items, end) if number == length else end
         yield item
-        yield from (following for following in ahead if following is not items)
+        if following is not end:  # the loader is longer than its length
+            yield following
 
 
 def _split_batch(item: Any, targets: bool) -> tuple[Any, Any]:
-    """Inputs and targets of a batch (x, y).
+    """Returns the inputs and targets of a batch (x, y).
 
-    Of a dict, which holds both, all are inputs and the targets are (); where targets are not
-    needed, so are (x,) and x.
+    A dict holds both: it becomes the inputs, and the targets are (). If targets aren't needed, x
+    and (x,) are batches too, and the targets are ().
+
+    Raises ConfigError: the batch has another form.
     """
     if isinstance(item, Mapping):
         return item, ()
@@ -280,10 +349,13 @@ def _split_batch(item: Any, targets: bool) -> tuple[Any, Any]:
 
 
 def part(batch: Batch, lo: int, hi: int, targets: bool = True) -> tuple[Any, Any]:
-    """Samples lo to hi - 1 of a batch as tensors; of our own data sets, integer targets as int64.
+    """Returns the inputs and targets of samples lo to hi - 1 of a batch, as copies in tensors.
 
-    Copies: a forward pass may write into its inputs, and products of matrices that do not begin on
-    a cache line may have other last bits.
+    Integer targets of odyssey's own data sets become int64. They are copies because a forward pass
+    may write into its inputs, and because the last bits of a product of matrices may depend on
+    where in a cache line a matrix starts.
+
+    targets: False if they aren't needed.
     """
 
     def copy(leaf: Any) -> Any:

@@ -1,5 +1,5 @@
-"""`DistributedDataParallel` for a loop of one's own: fixed shards by torch, their sums along
-odyssey's tree.
+"""`DistributedDataParallel` for your own training loop: torch runs fixed shards, and odyssey adds
+up their gradients along a tree.
 
     net = odyssey.torch.DistributedDataParallel(module, shard_size=16)
     for batch in loader:
@@ -8,18 +8,25 @@ odyssey's tree.
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
 
-When the inner loop ends, `p.grad` is the mean over the global batch, the same bits on any number of
-ranks. What it is not: torch's class, whose sums depend on that number; it works over
-`init_process_group("odyssey")`.
+When the inner loop ends, `p.grad` is the mean over the global batch, with the same bits on any
+number of ranks. It differs from torch's class of this name, whose sums depend on the number of
+ranks. That one works over `init_process_group("odyssey")`.
+
+A net counts its loops over shards in `steps`, because step and shard seed the random numbers of a
+shard. `state_dict()` holds that number, so a loop that is saved and resumed draws the masks of one
+that never stopped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,10 +39,28 @@ from ..data import Batch
 from ..errors import ConfigError, check_integer
 from ..parallel import Strategy, default_shard_size
 from .data import Shared, tree_of
-from .shards import LoopError, Shards
+from .shards import LoopError, Shards, generator
 
 ADVICE_ONE_NET = "make one DistributedDataParallel of nn.ModuleDict({name: module, ...})"
 _LEAVES = (torch.Tensor, int, float, str, bytes, type(None))  # of a batch
+SAVED_KEY = "odyssey"  # the entry of a state dict's metadata that holds the progress of a net
+
+
+class SavedProgress(NamedTuple):
+    """The progress of a net, as a state dict holds it.
+
+    steps: loops over shards that had ended.
+    shard_size: samples per shard; None if it was not known yet.
+    seed: of torch's generator.
+    batch: (epoch, number) of the last batch of an odyssey `DataLoader`; None if there was none.
+    is_pending: True if gradients were waiting for an optimizer's step. They are not in the state.
+    """
+
+    steps: int
+    shard_size: int | None
+    seed: int
+    batch: tuple[int, int] | None
+    is_pending: bool
 
 
 class DistributedDataParallel(torch.nn.Module):
@@ -54,6 +79,10 @@ class DistributedDataParallel(torch.nn.Module):
         threads: torch's threads; not more, where a rank has more cores, as sums depend on it.
         deterministic: "error": an operation without a deterministic form, or a buffer that nothing
             merges, ends the training; "warn": it is told, and bits are not promised.
+
+    Attributes:
+        steps: loops over shards that have ended. `state_dict()` holds it. Set it before the first
+            loop if you save weights in a form that loses it, for example with safetensors.
 
     Raises ConfigError: a parameter or module that cannot be held; ranks whose modules or settings
     differ.
@@ -86,13 +115,20 @@ class DistributedDataParallel(torch.nn.Module):
         self._shards.agree({"shard_size": shard_size, "seed": seed, "deterministic": deterministic})
         self._arena = self._shards.arena
         self._trained = [p for _, p in self._arena.named[: self._arena.trained]]
-        self.steps = 0  # loops over shards that have ended
-        self._open = False  # a loop over shards has begun and not ended
-        self._stepped: set[int] = set()  # ids of parameters whose gradient an optimizer has used
-        # of the gradients, by parameter, while a shard is under way
+        self.steps = 0
+        self._is_first_loop = True  # of this process
+        self._has_drawn = False  # the first loop began at step 0, and shard 0 drew random numbers
+        self._last_batch: tuple[int, int] | None = None  # epoch and number, of our loader
+        # what load_state_dict() has read; the next loop over shards compares it
+        self._loaded: SavedProgress | None = None
+        self._loop_is_open = False  # a loop over shards has begun and not ended
+        # ids of parameters whose gradient an optimizer has used
+        self._stepped_ids: set[int] = set()
+        # versions of the gradients after the last backward(), by the parameter's id; empty unless a
+        # shard is running
         self._versions: dict[int, int] = {}
         for p in self._trained:
-            p.register_post_accumulate_grad_hook(self._accumulated)
+            p.register_post_accumulate_grad_hook(self._note_backward)
         _nets.add(self)
 
     @property
@@ -104,12 +140,64 @@ class DistributedDataParallel(torch.nn.Module):
         return self.module(*inputs, **keywords)
 
     def state_dict(self, *arguments: Any, **keywords: Any) -> Any:
-        """The module's own: names have no `module.` in front."""
-        return self.module.state_dict(*arguments, **keywords)
+        """Returns the module's state dict, which also holds the progress of this net.
 
-    def load_state_dict(self, *arguments: Any, **keywords: Any) -> Any:
-        """The module's own; all ranks must load the same."""
-        return self.module.load_state_dict(*arguments, **keywords)
+        Names and values are those of the module, without `module.` in front, so the module and
+        other programs can load it. The progress is in the dict's attribute `_metadata`, which
+        torch.save, torch.load and copy.deepcopy keep. An entry, as torch's `get_extra_state` makes
+        one, would be an unexpected key for the module itself, and not a tensor for programs that
+        walk over the values. A dict that you rebuild, and a file of safetensors, lose the progress.
+        Then save `net.steps` yourself.
+
+            torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict()}, path)
+
+        Save after optimizer.step(), because gradients are not in the state. Not a collective call.
+        """
+        state = self.module.state_dict(*arguments, **keywords)
+        prefix = arguments[1] if len(arguments) > 1 else keywords.get("prefix", "")
+        if not hasattr(state, "_metadata"):
+            with contextlib.suppress(AttributeError):  # a plain dict
+                state._metadata = {}
+        metadata = getattr(state, "_metadata", None)
+        if metadata is not None:
+            entry = metadata.setdefault(prefix[:-1], {})
+            entry[SAVED_KEY] = self._describe_progress()._asdict()
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], *arguments: Any, **keywords: Any
+    ) -> Any:
+        """Loads values into the module, and continues with the step of the net that was saved.
+
+        All ranks must load the same state. A state of the module alone, or of an older version of
+        odyssey, has no step. Then `steps` stays as it is.
+
+            saved = torch.load(path)
+            net.load_state_dict(saved["net"])
+
+        Returns the names that are missing and unexpected, as torch does. Raises ConfigError: the
+        progress in the state is damaged. RuntimeError of torch: names or shapes differ.
+        """
+        progress = _read_progress(state_dict)
+        names = self.module.load_state_dict(state_dict, *arguments, **keywords)
+        if progress is not None:
+            self.steps = progress.steps
+            self._loaded = progress
+            self._last_batch = progress.batch
+        return names
+
+    def _describe_progress(self) -> SavedProgress:
+        """Returns the progress of this net, for a state dict."""
+        is_stepped = any(id(p) in self._stepped_ids for p in self._trained)
+        gradients = [] if is_stepped or self._is_first_loop else [p.grad for p in self._trained]
+        is_pending = any(g is not None and bool(g.any()) for g in gradients)
+        return SavedProgress(
+            steps=self.steps,
+            shard_size=self.shard_size,
+            seed=self._shards.seed,
+            batch=self._last_batch,
+            is_pending=is_pending or self._loop_is_open,
+        )
 
     def shards(self, batch: Any) -> Iterator[Any]:
         """This rank's shards of a global batch, to run forward and backward on; to be used up.
@@ -122,57 +210,193 @@ class DistributedDataParallel(torch.nn.Module):
         """
         if self._versions:
             raise LoopError("[torch] shards() inside a loop over shards(); end that one first")
-        samples, piece = self._pieces(batch)
-        other_nets = [(net, net._norms()) for net in _nets if net is not self]
-        old_gradients = [
-            None if self._open or id(p) in self._stepped else p.grad for p in self._trained
-        ]
-        old_gradients = [None if g is None else g.clone() for g in old_gradients]
-        self._open = True
-        shards = self._shards(samples, self.steps)
+        samples, cut_shard = self._cut_batch(batch)
+        position = (batch.epoch, batch.index) if isinstance(batch, Batch) else None
+        self._compare_loaded(position)
+        is_new = self._is_first_loop and not self.steps
+        is_resumed_data = position is not None and position > (0, 0) and not _loops_of_process[0]
+        other_nets = [(net, net._read_norms()) for net in _nets if net is not self]
+        old_gradients = self._copy_gradients()
+        self._loop_is_open = True
+        shard_ranges = self._shards(samples, self.steps)
+        watch = contextlib.ExitStack()
+        if (self._is_first_loop or (position and not position[1])) and not _compiles():
+            watch.enter_context(self._watch_other_modules())
         try:
-            for lo, hi in shards:
-                places = [p.grad for p in self._trained]
-                versions = {id(p): g._version for p, g in zip(self._trained, places, strict=True)}
+            for lo, hi in shard_ranges:
+                state_before = generator.get_state() if is_new and not lo else None
+                gradients = [p.grad for p in self._trained]
+                versions = {
+                    id(p): gradient._version
+                    for p, gradient in zip(self._trained, gradients, strict=True)
+                }
                 self._versions = dict(versions)
-                yield piece(lo, hi)
-                self._check_shard(places, versions)
+                yield cut_shard(lo, hi)  # the user's loop runs the shard here
+                self._check_shard(gradients, versions)
+                if state_before is not None:
+                    self._has_drawn = not torch.equal(state_before, generator.get_state())
         finally:
-            shards.close()
+            watch.close()
+            shard_ranges.close()
             self._versions = {}
-        if any(net._norms() != norms for net, norms in other_nets):
+        if any(net._read_norms() != norms for net, norms in other_nets):
             raise LoopError(
                 "[torch] the shards of one net move the running statistics of another, and ranks "
-                "would go apart: "
-                f"eval() that one, or {ADVICE_ONE_NET}"
+                f"would go apart: eval() that one, or {ADVICE_ONE_NET}"
             )
         sums = self._shards.sums()
-        for p, mean, old, reached in zip(
+        for parameter, mean, old, is_reached in zip(
             self._trained, self._arena.gradients, old_gradients, sums.reached, strict=True
         ):
-            p.grad = old if not reached else mean if old is None else old.add_(mean)
+            if not is_reached:
+                parameter.grad = old
+            else:
+                parameter.grad = mean if old is None else old.add_(mean)
         self._shards.settle()
-        self._stepped.clear()
-        self._open = False
+        self._stepped_ids.clear()
+        self._loop_is_open = False
         self.steps += 1
+        self._is_first_loop = False
+        self._last_batch = position
+        _loops_of_process[0] += 1
+        if position is not None and is_resumed_data and self._has_drawn:
+            self._tell_lost_steps(f"its first batch is number {position[1]} of epoch {position[0]}")
 
     def mean(self, values: Iterable[tuple[Any, float]]) -> float:
-        """The mean of (number, weight) pairs of all ranks, such as the loss and the samples of
-        each shard: the same on all ranks, on any number of them. Collective; a rank without
-        shards gives none. NaN: nobody gave any.
+        """Returns the mean of (number, weight) pairs of all ranks; a collective call.
+
+        Pairs are, for example, the loss and the samples of each shard. A rank without shards passes
+        none. The mean is the same on all ranks, and on any number of ranks. It is NaN if no rank
+        passes a pair.
         """
-        local_pairs = np.array(
-            [(v.item() if isinstance(v, torch.Tensor) else v, n) for v, n in values], float
-        ).reshape(-1, 2)
+        pairs = [
+            (value.item() if isinstance(value, torch.Tensor) else value, weight)
+            for value, weight in values
+        ]
+        local_pairs = np.array(pairs, float).reshape(-1, 2)
         max_pairs = int(self.comm.all_reduce(np.array([len(local_pairs)], np.int64), "max")[0])
-        padded = np.zeros((max_pairs, 2))
+        padded = np.zeros((max_pairs, 2))  # pairs of weight 0 add nothing
         padded[: len(local_pairs)] = local_pairs
         numbers, weights = self.comm.all_gather(padded).reshape(-1, 2).T
-        return math.fsum(numbers * weights) / total if (total := math.fsum(weights)) else math.nan
+        total = math.fsum(weights)
+        # fsum rounds once: the order of the pairs, and so the ranks, make no difference
+        return math.fsum(numbers * weights) / total if total else math.nan
 
-    def _pieces(self, batch: Any) -> tuple[int, Callable[[int, int], Any]]:
-        """(samples, function from a shard's first and last to its data); the shard size is known
-        from here on.
+    def _compare_loaded(self, position: tuple[int, int] | None) -> None:
+        """Reports differences between the net whose state was loaded and this one, before the first
+        loop over shards that follows.
+
+        position: the epoch and number of the next batch, if an odyssey `DataLoader` gives it.
+        """
+        loaded = self._loaded
+        self._loaded = None
+        if loaded is None or self.comm.rank:
+            return
+        problems = []
+        for name, saved_value, value in (
+            ("shard_size", loaded.shard_size, self.shard_size),
+            ("seed", loaded.seed, self._shards.seed),
+        ):
+            if saved_value is not None and saved_value != value:
+                problems.append(
+                    f"{name} was {saved_value} and is {value}; use {name}={saved_value}"
+                )
+        if loaded.is_pending:
+            problems.append(
+                "it was saved between shards() and optimizer.step(), and gradients are not in it; "
+                "save after optimizer.step()"
+            )
+        if position is not None and loaded.batch is not None and position <= loaded.batch:
+            problems.append(
+                f"its last batch was number {loaded.batch[1]} of epoch {loaded.batch[0]}, and the "
+                f"next one is number {position[1]} of epoch {position[0]}; call "
+                "loader.set_epoch(epoch) before each epoch"
+            )
+        for problem in problems:
+            self._shards.tell(
+                "[torch] the state that was loaded does not continue as if it had never stopped: "
+                + problem
+            )
+
+    def _tell_lost_steps(self, reason: str) -> None:
+        """Reports, once, that this net began at step 0 although a run was probably resumed."""
+        self._has_drawn = False
+        self._shards.tell(
+            f"[torch] this net began at step 0, but {reason}. If this run was resumed, its dropout "
+            "masks and other random numbers differ from those of a run that never stopped. Save "
+            "net.state_dict() as it is and use net.load_state_dict(), or set net.steps before the "
+            "first loop"
+        )
+
+    def _note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Reports an optimizer that has taken steps before the first loop over shards ended."""
+        if not self._has_drawn:
+            return
+        own_ids = {id(p) for p in self._trained}
+        states = [
+            optimizer.state.get(p)
+            for g in optimizer.param_groups
+            for p in g["params"]
+            if id(p) in own_ids
+        ]
+        if not states:
+            return
+        if any(map(_has_stepped, states)):
+            self._tell_lost_steps("its optimizer has taken steps before")
+        self._has_drawn = False
+
+    @contextlib.contextmanager
+    def _watch_other_modules(self) -> Iterator[None]:
+        """Checks, in the block, that no module outside of all nets updates running statistics.
+
+        They would be those of this rank's shards. It looks at the modules that this thread calls.
+        Raises LoopError from their call, or reports them if deterministic is "warn".
+        """
+        held_ids = {id(part) for net in _nets for part in net.modules()}
+        thread = threading.get_ident()
+        called: dict[int, torch.nn.Module] = {}  # outside of all nets, the outermost first
+
+        def check(module: torch.nn.Module, inputs: Any) -> None:
+            if threading.get_ident() != thread or id(module) in held_ids or id(module) in called:
+                return
+            called[id(module)] = module
+            if not _updates_statistics(module):
+                return
+            message = (
+                f"[torch] {_describe_module(module, called.values())} is called inside the loop "
+                "over shards(), and updates running statistics, but no net holds it: they would "
+                f"differ on each rank. Call eval() on it, or {ADVICE_ONE_NET}"
+            )
+            if self._shards.strict:
+                raise LoopError(message)
+            self._shards.tell(message)
+
+        handle = torch.nn.modules.module.register_module_forward_pre_hook(check)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _copy_gradients(self) -> list[torch.Tensor | None]:
+        """Returns copies of the gradients that the next loop over shards adds to, for each trained
+        parameter.
+
+        A gradient is None if there is none, if an optimizer has used it, or if the last loop was
+        left before its end.
+        """
+        copies: list[torch.Tensor | None] = []
+        for parameter in self._trained:
+            is_used = self._loop_is_open or id(parameter) in self._stepped_ids
+            gradient = None if is_used else parameter.grad
+            copies.append(None if gradient is None else gradient.clone())
+        return copies
+
+    def _cut_batch(self, batch: Any) -> tuple[int, Callable[[int, int], Any]]:
+        """Returns the samples of a batch, and a function from a shard's (first sample, one past the
+        last) to its data.
+
+        Sets the shard size if it is not known yet. Raises ConfigError: the batch has no samples,
+        holds something that cannot be cut, or is of a loader with another shard size.
         """
         shards = self._shards
         if isinstance(batch, Batch) and isinstance(shared_batch := batch.dataset, Shared):
@@ -196,45 +420,51 @@ class DistributedDataParallel(torch.nn.Module):
                 "[torch] shards() of a batch without samples; give tensors (samples, ...)"
             )
         samples = len(tensors[0])
+        if shards.shard_size is None and self._loaded is not None:
+            shards.shard_size = self._loaded.shard_size  # the default for the first batch back then
         shards.shard_size = shards.shard_size or default_shard_size(samples)
 
-        def piece(lo: int, hi: int) -> Any:
-            def cut(t: Any) -> Any:
-                uncut = not isinstance(t, torch.Tensor) or not t.dim() or len(t) != samples
-                return t if uncut else t[lo:hi].clone()  # as data.part() does
+        def cut_shard(lo: int, hi: int) -> Any:
+            def cut(leaf: Any) -> Any:
+                has_samples = isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == samples
+                return leaf[lo:hi].clone() if has_samples else leaf  # a copy, as in data.part()
 
             return pytree.tree_map(cut, batch)
 
-        return samples, piece
+        return samples, cut_shard
 
-    def _norms(self) -> tuple[bytes, list[int]]:
-        """Running statistics and counters of the normalisations, as they are now."""
+    def _read_norms(self) -> tuple[bytes, list[int]]:
+        """Returns the current running statistics and counters of the normalisations."""
         norms = self._arena.norms
-        return norms.running.tobytes(), [int(b) for _, b in norms.counters]
+        return norms.running.tobytes(), [int(counter) for _, counter in norms.counters]
 
-    def _check_shard(self, places: list[torch.Tensor], versions: dict[int, int]) -> None:
-        """Raises LoopError unless backward(), and nothing else, has written into `places` since
-        `versions` were read.
+    def _check_shard(self, gradients: list[torch.Tensor], versions: dict[int, int]) -> None:
+        """Checks that backward(), and nothing else, has changed the gradients during a shard.
+
+        versions: of the gradients before the shard, by the parameter's id. Raises LoopError: the
+        loop changed them, or didn't call backward().
         """
-        for p, place in zip(self._trained, places, strict=True):
-            if p.grad is not place or place._version != self._versions[id(p)]:
+        for parameter, gradient in zip(self._trained, gradients, strict=True):
+            expected_version = self._versions[id(parameter)]
+            if parameter.grad is not gradient or gradient._version != expected_version:
                 raise LoopError(
                     "[torch] gradients were changed inside the loop over shards(): call "
-                    "zero_grad() before it, clip "
-                    "and step after it"
+                    "zero_grad() before it, clip and step after it"
                 )
         if self._versions == versions:
             raise LoopError(
                 "[torch] a shard without backward(); call loss.backward() for each of shards()"
             )
 
-    def _accumulated(self, parameter: torch.Tensor) -> None:
-        """After a backward pass has added to a parameter's gradient."""
+    def _note_backward(self, parameter: torch.Tensor) -> None:
+        """Notes the version of a gradient after a backward pass has added to it.
+
+        Raises LoopError: backward() was called outside of this net's loop over shards.
+        """
         if not self._versions and any(net._versions for net in _nets):
             raise LoopError(
                 "[torch] backward() inside of one net's shards() reaches the parameters of "
-                "another: set "
-                f"requires_grad_(False) on them meanwhile, or {ADVICE_ONE_NET}"
+                f"another: set requires_grad_(False) on them meanwhile, or {ADVICE_ONE_NET}"
             )
         if not self._versions:
             raise LoopError(
@@ -246,23 +476,99 @@ class DistributedDataParallel(torch.nn.Module):
 
 
 _nets: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+_loops_of_process = [0]  # loops over shards that have ended, of all nets
 
 
-def _parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
+def _read_progress(state_dict: Any) -> SavedProgress | None:
+    """Returns the progress that a state dict holds; None if it holds none.
+
+    Raises ConfigError: it is damaged.
+    """
+    metadata = getattr(state_dict, "_metadata", None)
+    entry = metadata.get("") if isinstance(metadata, Mapping) else None
+    saved = entry.get(SAVED_KEY) if isinstance(entry, Mapping) else None
+    if saved is None:
+        return None
+    try:
+        batch = saved["batch"]
+        size = saved["shard_size"]
+        return SavedProgress(
+            steps=check_integer("steps", saved["steps"], 0),
+            shard_size=None if size is None else check_integer("shard_size", size, 1),
+            seed=check_integer("seed", saved["seed"], 0),
+            batch=None
+            if batch is None
+            else (check_integer("epoch", batch[0], 0), check_integer("batch", batch[1], 0)),
+            is_pending=bool(saved["is_pending"]),
+        )
+    except (KeyError, IndexError, TypeError, ConfigError) as problem:
+        raise ConfigError(
+            f"[torch] the state dict's progress is damaged ({problem}); use one that "
+            "net.state_dict() returned"
+        ) from problem
+
+
+def _has_stepped(state: Mapping[str, Any] | None) -> bool:
+    """Returns whether the state of a parameter shows that its optimizer has taken a step.
+
+    Some optimizers make their state before the first step: it is of zeros, or counts 0 steps.
+    """
+    if not state:
+        return False
+    if "step" in state:
+        return float(state["step"]) > 0
+    return any(isinstance(t, torch.Tensor) and bool(t.any()) for t in state.values())
+
+
+def _compiles() -> bool:
+    """Returns whether this process has called torch.compile.
+
+    Hooks on all modules would be compiled with the modules, and then again without them.
+    """
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    backends = getattr(frames, "cached_backends", {})
+    return any(backend is not None for backend in backends.values())
+
+
+def _updates_statistics(module: torch.nn.Module) -> bool:
+    """Returns whether a call of this layer updates its running statistics."""
+    return (
+        isinstance(module, torch.nn.modules.batchnorm._NormBase)
+        and module.training
+        and module.track_running_stats
+        and module.running_mean is not None
+    )
+
+
+def _describe_module(module: torch.nn.Module, called: Iterable[torch.nn.Module]) -> str:
+    """Returns the name of a module within the first of some modules that holds it."""
+    kind = type(module).__name__
+    for outer in called:
+        for name, part in outer.named_modules():
+            if part is module and name:
+                return f"{name} ({kind}) of a {type(outer).__name__}"
+    return f"a {kind}"
+
+
+def _list_parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Returns the ids of the parameters that an optimizer updates."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _check_no_open_loop(optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
+    """Raises LoopError if a net's loop over shards is open; called before an optimizer's step."""
     for net in _nets:
-        if net._open and _parameter_ids(optimizer) & {id(p) for p in net._trained}:
+        if net._loop_is_open and _list_parameter_ids(optimizer) & {id(p) for p in net._trained}:
             raise LoopError(
                 "[torch] optimizer.step() before the loop over shards() has ended; step after it"
             )
+        net._note_optimizer(optimizer)
 
 
 def _note_stepped(optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
+    """Notes the parameters whose gradients an optimizer's step has used; called after it."""
     for net in _nets:
-        net._stepped |= _parameter_ids(optimizer)
+        net._stepped_ids |= _list_parameter_ids(optimizer)
 
 
 optimizers.register_optimizer_step_pre_hook(_check_no_open_loop)

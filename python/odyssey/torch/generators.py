@@ -104,7 +104,17 @@ class Orders:
             for at, state in self._begun[1].items():
                 set_state(self._own[at], state)
         else:
-            self._begun = epoch, {at: state_of(g) for at, g in self._own.items()}
+            self._begun = epoch, self.now()
+
+    def now(self) -> States:
+        """Returns the states of the generators of the training's loader."""
+        return {at: state_of(g) for at, g in self._own.items()}
+
+    def put(self, states: States) -> None:
+        """Sets the generators of the training's loader to what `now` returned."""
+        for at, state in states.items():
+            if at in self._own:
+                set_state(self._own[at], state)
 
     def state(self) -> States:
         """Returns what a checkpoint keeps: the states now, and those that the latest epoch began

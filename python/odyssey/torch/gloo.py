@@ -100,7 +100,7 @@ class GlooCommunicator(Staged):
         work = self._head.allgather([list(torch.from_numpy(heads))], [torch.from_numpy(packed)])
         return work, heads, packed, header.sequence
 
-    def _headers(self, handle: tuple, local_header: calls.Header) -> Met | None:
+    def _poll_headers(self, handle: tuple, local_header: calls.Header) -> Met | None:
         work, heads, *_ = handle
         if not _is_done(work):
             return None
@@ -111,7 +111,7 @@ class GlooCommunicator(Staged):
             all(header.blocking for header in headers),
         )
 
-    def _missing(self, handle: tuple) -> list[int]:
+    def _find_missing(self, handle: tuple) -> list[int]:
         """Ranks that wait long leave a note in the store; those without one did not come."""
         sequence = handle[3]
         key = f"{self._path}/{sequence}"
@@ -196,7 +196,7 @@ class GlooCommunicator(Staged):
 
         return _completion_test(work, send, every, finish=write_result)
 
-    def _posted(self, is_done: Callable[[], bool]) -> bool:
+    def _data_arrived(self, is_done: Callable[[], bool]) -> bool:
         return is_done()
 
     # --- one to one: an envelope that says what follows, then the data; threads wait for
@@ -250,7 +250,7 @@ class GlooCommunicator(Staged):
         message.future = self._in_line("recv", source, tag, work)
         return message
 
-    def _sub(self, members: tuple[int, ...]) -> GlooCommunicator:
+    def _create_subgroup(self, members: tuple[int, ...]) -> GlooCommunicator:
         ranks = tuple(self.ranks[p] for p in members)
         self._parts[ranks] = self._parts.get(ranks, 0) + 1
         return GlooCommunicator(self._store, ranks, self.ranks[self.rank], self)
@@ -260,7 +260,7 @@ class GlooCommunicator(Staged):
             for line in self._lines.values():
                 line.shutdown(wait=False)
             self._data = self._head = None
-            self._closed()
+            self._mark_closed()
 
     def abort(self, code: int) -> None:
         """Ends this process; the others see its connections close and end with an error of their
@@ -362,9 +362,8 @@ def _meet_in_store(
             late = [p for p in range(size) if not store.check([keys[p]])]
             raise CollectiveError(
                 f"[comm] waited {limit:g} s for {size} ranks to meet: "
-                f"{'rank' if len(late) == 1 else 'ranks'} "
-                f"{', '.join(map(str, late))} did not come; start all of them, with one address "
-                "and port"
+                f"{'rank' if len(late) == 1 else 'ranks'} {', '.join(map(str, late))} did not "
+                "come; start all of them, with one address and port"
             )
         time.sleep(0.01)
     store.set_timeout(datetime.timedelta(seconds=limit))
@@ -377,8 +376,7 @@ def connect() -> GlooCommunicator:
     if env is None or not all(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")):
         raise ConfigError(
             "[comm] backend gloo finds its processes by RANK, WORLD_SIZE, MASTER_ADDR and "
-            "MASTER_PORT; start them with "
-            "torchrun, or set these"
+            "MASTER_PORT; start them with torchrun, or set these"
         )
     limit = datetime.timedelta(seconds=min(deadline(), 1e6))
     query = f"env://?rank={env.rank}&world_size={env.size}"
@@ -390,6 +388,5 @@ def connect() -> GlooCommunicator:
         line = str(e).strip().splitlines()[0][:200]
         raise ConfigError(
             f"[comm] gloo: rank {env.rank} of {env.size} does not meet the others at {place} "
-            f"({line}); "
-            "start all ranks, with an address and a free port of rank 0's machine"
+            f"({line}); start all ranks, with an address and a free port of rank 0's machine"
         ) from None

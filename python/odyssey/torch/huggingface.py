@@ -56,7 +56,6 @@ def compared(out: Any, y: Any) -> tuple[Any, Any]:
     if logits is None or labels is None:
         raise ConfigError(
             "[torch] metrics by name compare the output's logits with batch['labels'], and these "
-            "are not there; give "
-            "metrics={name: function of (output, batch)}"
+            "are not there; give metrics={name: function of (output, batch)}"
         )
     return (logits.squeeze(-1) if logits.shape == (*labels.shape, 1) else logits), labels

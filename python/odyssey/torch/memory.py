@@ -1,9 +1,8 @@
-"""The places of tensors in arrays, and tensors that share memory, which move to such places
-together.
+"""Views of tensors in arrays, and tensors that share memory, which move to such views together.
 
 A buffer such as `register_buffer("w", p.detach())` changes with its parameter in a plain PyTorch
-loop, so it does here. Parameters that have elements in common are refused: their gradients are
-added up apart, and ranks may own one of them.
+loop, so it also does here. Parameters that have elements in common raise an error, because their
+gradients are added up separately, and a rank may own only one of them.
 """
 
 from __future__ import annotations
@@ -22,25 +21,29 @@ Named = Sequence[tuple[str, torch.Tensor]]
 
 
 def aligned_sizes(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
-    """Where each tensor starts, in floats, and the floats of all."""
-    at = []
+    """Returns where each tensor starts in an array of all of them, and the array's size, in floats.
+
+    Each tensor starts at a multiple of ALIGN.
+    """
+    starts = []
     size = 0
-    for t in tensors:
-        at.append(size)
-        size += -(-t.numel() // ALIGN) * ALIGN
-    return at, size
+    for tensor in tensors:
+        starts.append(size)
+        size += -(-tensor.numel() // ALIGN) * ALIGN
+    return starts, size
 
 
 def view(flat: np.ndarray, at: int, like: torch.Tensor) -> torch.Tensor:
-    """The place of a tensor in an array, with its shape and strides; it counts its own changes
-    (`_version`).
+    """Returns a view of an array from float `at` on, with the shape and strides of `like`.
+
+    Each view counts its own changes (`_version`).
     """
     return torch.from_numpy(flat[at : at + like.numel()]).as_strided(like.shape, like.stride())
 
 
 @dataclasses.dataclass
 class Alias:
-    """A tensor in the memory of another one. at: where it begins there, in elements."""
+    """A tensor in the memory of another one, its owner. at: where it starts there, in elements."""
 
     name: str
     tensor: torch.Tensor
@@ -55,64 +58,84 @@ class Alias:
 
 
 class Places:
-    """The memory of tensors, by which others are found that share it."""
+    """The memory of some tensors, the owners; it finds other tensors that share this memory."""
 
     def __init__(self, owners: Named) -> None:
         self.owners = [(name, t) for name, t in owners if t.numel()]
         self._ids = {id(t) for _, t in owners}
-        ranges = np.array([_bytes_of(t) for _, t in self.owners], np.int64).reshape(-1, 2)
+        ranges = np.array([_find_byte_range(t) for _, t in self.owners], np.int64).reshape(-1, 2)
         self._starts = ranges[:, 0]
         self._ends = ranges[:, 1]
 
     def sharing(self, t: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """The owners that have an element in common with a tensor, which is none of them."""
+        """Returns the owners (name, tensor) that have an element in common with tensor `t`.
+
+        The list is empty if `t` is an owner itself.
+        """
         if id(t) in self._ids or not _has_memory(t):
             return []
-        start, end = _bytes_of(t)
+        start, end = _find_byte_range(t)
         near = np.flatnonzero((self._starts < end) & (self._ends > start))
-        return [self.owners[i] for i in near if _meet(self.owners[i][1], t)]
+        candidates = [self.owners[i] for i in near]
+        return [(name, owner) for name, owner in candidates if _share_element(owner, t)]
 
     def pairs(self) -> list[tuple[str, str]]:
-        """Owners that share memory with each other, by their names; only the first such pair."""
+        """Returns the names of two owners that share memory with each other, in a list.
+
+        The list has only the first such pair, and is empty if there is none.
+        """
         order = np.argsort(self._starts, kind="stable")
-        reach = np.maximum.accumulate(self._ends[order])
-        for k in np.flatnonzero(self._starts[order][1:] < reach[:-1]) + 1:
-            own = order[k]
-            for other in order[:k][self._ends[order[:k]] > self._starts[own]]:
-                if _meet(self.owners[own][1], self.owners[other][1]):
-                    first, second = sorted((int(own), int(other)))
-                    return [(self.owners[first][0], self.owners[second][0])]
+        max_ends = np.maximum.accumulate(self._ends[order])
+        # owners that start before the end of an earlier one
+        for k in np.flatnonzero(self._starts[order][1:] < max_ends[:-1]) + 1:
+            current = order[k]
+            earlier = order[:k]
+            for other in earlier[self._ends[earlier] > self._starts[current]]:
+                first, second = sorted((int(current), int(other)))
+                first_name, first_tensor = self.owners[first]
+                second_name, second_tensor = self.owners[second]
+                if _share_element(first_tensor, second_tensor):
+                    return [(first_name, second_name)]
         return []
 
     def aliases(self, others: Iterable[tuple[str, torch.Tensor]], kind: str) -> list[Alias]:
-        """Finds which of some tensors lie in the memory of an owner. kind: what owners are.
+        """Returns those of some tensors (name, tensor) that are in the memory of an owner.
 
-        Raises ConfigError: one cannot lie there any more once the owners have moved.
+        kind: what owners are, for messages. Raises ConfigError: a tensor can't stay in its owner's
+        memory when the owner moves.
         """
-        found = []
-        for name, t in others:
-            owners = self.sharing(t)
+        aliases = []
+        for name, tensor in others:
+            owners = self.sharing(tensor)
             if not owners:
                 continue
-            owner = owners[0][1]
-            (start, end) = _bytes_of(t)
-            (first, last) = _bytes_of(owner)
-            kept = len(owners) == 1 and _is_dense(owner) and owner.dtype == t.dtype
-            if not kept or start < first or end > last or (start - first) % t.element_size():
+            _, owner = owners[0]
+            start, end = _find_byte_range(tensor)
+            owner_start, owner_end = _find_byte_range(owner)
+            offset = start - owner_start
+            is_inside = start >= owner_start and end <= owner_end
+            is_view = (
+                len(owners) == 1
+                and _is_dense(owner)
+                and owner.dtype == tensor.dtype
+                and is_inside
+                and offset % tensor.element_size() == 0
+            )
+            if not is_view:
                 names = " and ".join(name for name, _ in owners)
                 raise ConfigError(
                     f"[torch] {name} shares memory with the {kind} {names}, which move to memory "
                     "of their own; make it "
                     "a view of one whole float32 tensor, or compute it in forward()"
                 )
-            found.append(Alias(name, t, owner, (start - first) // t.element_size()))
-        return found
+            aliases.append(Alias(name, tensor, owner, at=offset // tensor.element_size()))
+        return aliases
 
 
 def of_parameters(module: nn.Module, parameters: Named, buffers: Named) -> list[Alias]:
-    """Returns the buffers, and tensors that are attributes of modules, in the memory of parameters.
+    """Returns the buffers and module attributes that are in the memory of parameters.
 
-    Raises ConfigError: one of these cannot stay there, or two parameters share memory.
+    Raises ConfigError: one of these can't stay there, or two parameters share memory.
     """
     places = Places(parameters)
     for first, second in places.pairs():
@@ -125,7 +148,7 @@ def of_parameters(module: nn.Module, parameters: Named, buffers: Named) -> list[
 
 
 def attributes(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Tensors that modules keep as plain attributes."""
+    """Returns the names and values of tensors that modules keep as plain attributes."""
     return [
         (f"{path}.{name}" if path else name, value)
         for path, part in module.named_modules()
@@ -139,30 +162,35 @@ def _has_memory(t: torch.Tensor) -> bool:
 
 
 def _is_dense(t: torch.Tensor) -> bool:
-    """True if elements are side by side, each at its own place; then a tensor keeps its strides
-    where it is moved.
+    """Returns whether elements are next to each other without gaps, each at its own address.
+
+    Such a tensor keeps its strides when it is moved.
     """
     return bool(torch.ops.aten.is_non_overlapping_and_dense(t))
 
 
-def _bytes_of(t: torch.Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first byte, and one past its last."""
+def _find_byte_range(t: torch.Tensor) -> tuple[int, int]:
+    """Returns the address of a tensor's first byte, and one past its last."""
     last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
     return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 
-def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True if two tensors, whose ranges of addresses overlap, have an element in common."""
+def _share_element(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Returns whether two tensors with overlapping ranges of addresses have an element in common.
+
+    Views with elements of other sizes count as if they had. They are rare.
+    """
     if _is_dense(a) and _is_dense(b):
         return True
     if a.element_size() != b.element_size():
-        return True  # such views are rare, and what cannot be kept is refused
-    return bool(np.intersect1d(_addresses(a), _addresses(b)).size)
+        return True
+    return bool(np.intersect1d(_list_addresses(a), _list_addresses(b)).size)
 
 
-def _addresses(t: torch.Tensor) -> np.ndarray:
-    """The addresses of all elements."""
-    at = np.full(1, t.data_ptr(), np.int64)
+def _list_addresses(t: torch.Tensor) -> np.ndarray:
+    """Returns the addresses of all elements."""
+    addresses = np.full(1, t.data_ptr(), np.int64)
     for n, stride in zip(t.shape, t.stride(), strict=True):
-        at = (at[:, None] + np.arange(n) * stride * t.element_size()).reshape(-1)
-    return at
+        steps = np.arange(n) * stride * t.element_size()
+        addresses = (addresses[:, None] + steps).reshape(-1)
+    return addresses

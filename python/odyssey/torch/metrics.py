@@ -70,9 +70,8 @@ def sums(metrics: dict[str, Metric], out: Any, y: Any, samples: int) -> list[flo
             value = torch.as_tensor(metric(out, y)).float()
             if value.dim() and len(value) != samples:
                 raise ConfigError(
-                    f"[train] the metric {name} gave {tuple(value.shape)}; it must give a value "
-                    "of each sample "
-                    f"({samples}, ...) or one number"
+                    f"[train] the metric {name} gave {tuple(value.shape)}; it must give a value of "
+                    f"each sample ({samples}, ...) or one number"
                 )
             totals.append(float(value.flatten(1).mean(1).sum() if value.dim() > 1 else value.sum()))
             totals[-1] *= 1 if value.dim() else samples

@@ -1,16 +1,17 @@
-"""Buffers of a module while it is trained: what normalisations keep of their inputs, and all
-others.
+"""The buffers of a module while it is trained: those of normalisations, and all others.
 
-A normalisation's rule is known, so shards change its buffers apart and their values are merged.
-Running statistics are views of one array for that. A program may write into them between steps, or
-put other tensors in their place: the next step begins with what is there then, as in a plain
-PyTorch loop.
+A normalisation keeps running statistics of its inputs, and a counter of batches. The rule by which
+it updates them is known. So each shard updates them separately, and the step merges the values. For
+that, running statistics become views of one array. A program may write into them between steps, or
+replace them by other tensors: the next step starts with the new values, as in a plain PyTorch loop.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import operator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -24,115 +25,153 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 class Norms:
-    """The buffers of a module; running statistics are moved to one array, their values stay.
+    """The buffers of a module. It moves running statistics to one array; their values stay.
 
-    statistics: float buffers of normalisations (name, tensor), views of `running`. counters:
-    integer buffers of normalisations. kept, counts: the values of both before a step.
-    fixed_buffers: buffers that a shard must leave as they are. written: by name, a fingerprint
-    of all that a program wrote into statistics and counters between steps; ranks compare it,
-    because the next step merges the values. parameters: their names and tensors, whose memory
-    no statistics may share. Raises ConfigError: a buffer cannot be trained with; the message
-    names it.
+    Args:
+        module: what is trained.
+        parameters: the names and tensors of its parameters. Statistics may not share their memory.
+
+    Attributes:
+        statistics: float buffers of normalisations (name, tensor), views of `running`.
+        counters: integer buffers of normalisations.
+        kept, counts: the values of statistics and counters before the step.
+        fixed_buffers: buffers that a shard must leave as they are.
+        aliases: tensors in the memory of statistics.
+        written: for each name, a fingerprint of everything that a program wrote into statistics and
+            counters between steps. Ranks compare it, because the next step merges the values.
+
+    Raises:
+        ConfigError: A buffer isn't supported; the message names it.
     """
 
     def __init__(self, module: nn.Module, parameters: Named) -> None:
         self.module = module
         self.written: dict[str, str] = {}
-        of_norms = _of_norms(module)
+        norm_names = _find_norm_buffers(module)
         buffers = list(module.named_buffers())
-        self.aliases: list[Alias] = []  # of statistics
+        self.aliases: list[Alias] = []
         self.statistics: Named = [
-            (n, b) for n, b in buffers if n in of_norms and b.is_floating_point()
+            (name, buffer)
+            for name, buffer in buffers
+            if name in norm_names and buffer.is_floating_point()
         ]
         places = Places(parameters)
-        for name, b in self.statistics:
-            if places.sharing(b):
+        for name, buffer in self.statistics:
+            if places.sharing(buffer):
                 raise ConfigError(
                     f"[torch] {name} shares memory with a parameter, and both change; clone one "
                     "of them"
                 )
         if Places(self.statistics).pairs():
-            self._part_aliases()
-        rest = [(name, b) for name, b in buffers if name not in of_norms]
-        self.aliases += Places(self.statistics).aliases([*rest, *attributes(module)], "statistics")
-        self._shapes = [b.shape for _, b in self.statistics]
-        self._places, self.floats = aligned_sizes([b for _, b in self.statistics])
+            self._split_off_aliases()
+        other_buffers = [(name, buffer) for name, buffer in buffers if name not in norm_names]
+        self.aliases += Places(self.statistics).aliases(
+            [*other_buffers, *attributes(module)], kind="statistics"
+        )
+        self._shapes = [statistic.shape for _, statistic in self.statistics]
+        self._offsets, self.floats = aligned_sizes([statistic for _, statistic in self.statistics])
         self.running, self.kept = (
             native.aligned(max(self.floats, 1))[: self.floats] for _ in range(2)
         )
-        self._move()
+        self._move_statistics()
         for alias in self.aliases:
             alias.follow()
-        self._list()
+        self._list_buffers()
         self.keep()
 
-    def _part_aliases(self) -> None:
-        """Moves statistics in the memory of others from `statistics` to `aliases`."""
-        everything = self.statistics
+    def _split_off_aliases(self) -> None:
+        """Moves statistics that are in the memory of others from `statistics` to `aliases`."""
+        all_statistics = self.statistics
         self.statistics = []
-        for name, b in everything:
-            shared = Places(self.statistics).aliases([(name, b)], "statistics")
-            self.aliases += shared
-            if not shared:
-                self.statistics.append((name, b))
+        for name, statistic in all_statistics:
+            aliases = Places(self.statistics).aliases([(name, statistic)], kind="statistics")
+            self.aliases += aliases
+            if not aliases:
+                self.statistics.append((name, statistic))
 
-    def _move(self) -> None:
-        """Moves statistics that are elsewhere into `running`."""
-        for (_, b), at, shape in zip(self.statistics, self._places, self._shapes, strict=True):
-            place = torch.from_numpy(self.running[at : at + shape.numel()]).view(shape)
-            if b.data_ptr() != place.data_ptr() or b.dtype != place.dtype:
-                place.copy_(b.detach())
-                b.data = place
+    def _move_statistics(self) -> None:
+        """Moves statistics that are elsewhere into `running`, as views with their values."""
+        for (_, statistic), offset, shape in zip(
+            self.statistics, self._offsets, self._shapes, strict=True
+        ):
+            place = torch.from_numpy(self.running[offset : offset + shape.numel()]).view(shape)
+            if statistic.data_ptr() != place.data_ptr() or statistic.dtype != place.dtype:
+                place.copy_(statistic.detach())
+                statistic.data = place
 
-    def _list(self) -> None:
-        """Lists the buffers that the modules have now."""
-        buffers = list(self.module.named_buffers())
-        of_norms = _of_norms(self.module)
-        moved = {id(b) for _, b in self.statistics} | {id(alias.tensor) for alias in self.aliases}
-        self.counters = [
-            (name, b) for name, b in buffers if name in of_norms and id(b) not in moved
-        ]
-        rest = [(name, b) for name, b in buffers if name not in of_norms and id(b) not in moved]
-        counters = Places(self.counters)
-        self.fixed_buffers = [(name, b) for name, b in rest if not counters.sharing(b)]
-        self._names = {name for name, _ in buffers if name in of_norms}
-        self._held = [(part._buffers, dict(part._buffers)) for part in self.module.modules()]
-        self._addresses = self._addresses_now()
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Restores statistics and counters after the block."""
+        running = self.running.copy()
+        counters = [(counter, counter.clone()) for _, counter in self.counters]
+        try:
+            yield
+        finally:
+            self.running[...] = running
+            with torch.no_grad():
+                for counter, value in counters:
+                    counter.copy_(value)
 
-    def _addresses_now(self) -> dict[str, int]:
-        """The addresses of statistics, and of what shares memory with them."""
-        tensors = [*self.statistics, *((alias.name, alias.tensor) for alias in self.aliases)]
-        return {name: t.data_ptr() for name, t in tensors}
-
-    def _find_replaced(self) -> None:
-        """Takes tensors that a program has put in the place of buffers.
-
-        Raises ConfigError: a normalisation's buffer cannot be merged as before.
+    def _list_buffers(self) -> None:
+        """Sorts the current buffers of the modules into counters and fixed buffers, and notes all
+        of them, so that `_adopt_replaced` finds replaced ones.
         """
-        same = all(
-            len(now) == len(then) and all(map(operator.is_, now.values(), then.values()))
-            for now, then in self._held
+        buffers = list(self.module.named_buffers())
+        norm_names = _find_norm_buffers(self.module)
+        moved_ids = {id(statistic) for _, statistic in self.statistics}
+        moved_ids |= {id(alias.tensor) for alias in self.aliases}
+        unmoved = [(name, buffer) for name, buffer in buffers if id(buffer) not in moved_ids]
+        self.counters = [(name, buffer) for name, buffer in unmoved if name in norm_names]
+        counters = Places(self.counters)
+        self.fixed_buffers = [
+            (name, buffer)
+            for name, buffer in unmoved
+            if name not in norm_names and not counters.sharing(buffer)
+        ]
+        self._names = {name for name, _ in buffers if name in norm_names}
+        # each module's dict of buffers, and a copy of it
+        self._buffer_dicts = [
+            (part._buffers, dict(part._buffers)) for part in self.module.modules()
+        ]
+        self._addresses = self._read_addresses()
+
+    def _read_addresses(self) -> dict[str, int]:
+        """Returns the addresses of statistics, and of tensors that share memory with them."""
+        tensors = [*self.statistics, *((alias.name, alias.tensor) for alias in self.aliases)]
+        return {name: tensor.data_ptr() for name, tensor in tensors}
+
+    def _adopt_replaced(self) -> None:
+        """Continues with the tensors by which a program has replaced buffers.
+
+        Raises ConfigError: a normalisation's buffer can't be merged as before.
+        """
+        is_same = all(
+            len(current) == len(old) and all(map(operator.is_, current.values(), old.values()))
+            for current, old in self._buffer_dicts
         )
-        if same and self._addresses == self._addresses_now():
+        if is_same and self._addresses == self._read_addresses():
             return
-        of_norms = _of_norms(self.module)
-        now = {name: b for name, b in self.module.named_buffers() if name in of_norms}
-        for name in sorted({*self._names, *now}):
-            if problem := self._problem(name, now.get(name)):
+        norm_names = _find_norm_buffers(self.module)
+        current = {
+            name: buffer for name, buffer in self.module.named_buffers() if name in norm_names
+        }
+        for name in sorted({*self._names, *current}):
+            if problem := self._describe_problem(name, current.get(name)):
                 raise ConfigError(
                     f"[torch] the buffer {name} {problem} since the trainer was made; change "
                     "values in place "
                     "(load_state_dict, b.copy_), or make a new trainer of the module"
                 )
-        self.statistics = [(name, now[name]) for name, _ in self.statistics]
-        self._move()
-        self._list()
+        self.statistics = [(name, current[name]) for name, _ in self.statistics]
+        self._move_statistics()
+        self._list_buffers()
 
-    def _problem(self, name: str, b: torch.Tensor | None) -> str | None:
-        """Says why a buffer cannot take the place of the one that a normalisation had; None: it
-        can.
+    def _describe_problem(self, name: str, buffer: torch.Tensor | None) -> str | None:
+        """Returns why a buffer can't replace the one of this name, for a message; None if it can.
+
+        buffer: None if the modules have none of this name.
         """
-        if b is None:
+        if buffer is None:
             return "is gone"
         if name not in self._names:
             return "is new"
@@ -140,65 +179,75 @@ class Norms:
             name: shape for (name, _), shape in zip(self.statistics, self._shapes, strict=True)
         }
         aliases = {alias.name: alias.tensor for alias in self.aliases}
-        aliased = {id(alias.owner) for alias in self.aliases}
-        shared = aliases | {name: t for name, t in self.statistics if id(t) in aliased}
-        if name in shared and (b is not shared[name] or b.data_ptr() != self._addresses[name]):
-            return "shares no memory with others any more"
-        if b.device.type != "cpu" or b.is_floating_point() != (name in shapes or name in aliases):
-            return f"is {str(b.dtype).removeprefix('torch.')} on {b.device}"
-        if b.shape != shapes.get(name, b.shape):
-            return f"has shape {tuple(b.shape)} instead of {tuple(shapes[name])}"
+        owner_ids = {id(alias.owner) for alias in self.aliases}
+        owners = {name: tensor for name, tensor in self.statistics if id(tensor) in owner_ids}
+        shared = aliases | owners
+        if name in shared:
+            is_moved = buffer.data_ptr() != self._addresses[name]
+            if buffer is not shared[name] or is_moved:
+                return "shares no memory with others any more"
+        is_float = name in shapes or name in aliases
+        if buffer.device.type != "cpu" or buffer.is_floating_point() != is_float:
+            return f"is {str(buffer.dtype).removeprefix('torch.')} on {buffer.device}"
+        if buffer.shape != shapes.get(name, buffer.shape):
+            return f"has shape {tuple(buffer.shape)} instead of {tuple(shapes[name])}"
         return None
 
     def take_over(self) -> None:
-        """Has what a program has written since `keep` as the values before the next step.
+        """Makes the current values those before the next step, and notes what a program has written
+        since `keep`.
 
-        Raises ConfigError: a buffer cannot be merged any more.
+        Raises ConfigError: a buffer can't be merged any more.
         """
-        self._find_replaced()
-        counts = [int(b) for _, b in self.counters]
+        self._adopt_replaced()
+        counts = [int(counter) for _, counter in self.counters]
+        # compared as integers, because a NaN doesn't equal itself
         if counts == self.counts and np.array_equal(
             self.running.view(np.uint32), self.kept.view(np.uint32)
         ):
             return
-        for (name, _), at, shape in zip(self.statistics, self._places, self._shapes, strict=True):
-            values = self.running[at : at + shape.numel()].tobytes()
-            if values != self.kept[at : at + shape.numel()].tobytes():
-                self._note(name, values)
+        for (name, _), offset, shape in zip(
+            self.statistics, self._offsets, self._shapes, strict=True
+        ):
+            span = slice(offset, offset + shape.numel())
+            values = self.running[span].tobytes()
+            if values != self.kept[span].tobytes():
+                self._note_write(name, values)
         for (name, _), count, before in zip(self.counters, counts, self.counts, strict=True):
             if count != before:
-                self._note(name, str(count).encode())
+                self._note_write(name, str(count).encode())
         self.keep()
 
-    def _note(self, name: str, values: bytes) -> None:
-        """Adds values to the fingerprint of all that were written."""
+    def _note_write(self, name: str, values: bytes) -> None:
+        """Adds values to the fingerprint of all values that were written into this buffer."""
         before = self.written.get(name, "").encode()
         self.written[name] = hashlib.blake2b(before + values, digest_size=8).hexdigest()
 
     def keep(self) -> None:
-        """Has the values of now as those before the next step."""
+        """Makes the current values those before the next step."""
         self.kept[:] = self.running
-        self.counts = [int(b) for _, b in self.counters]
+        self.counts = [int(counter) for _, counter in self.counters]
 
     def put_back(self) -> None:
-        """Gives statistics and counters the values before the step."""
+        """Sets statistics and counters to their values before the step."""
         self.running[:] = self.kept
-        for (_, b), count in zip(self.counters, self.counts, strict=True):
-            b.fill_(count)
+        for (_, counter), count in zip(self.counters, self.counts, strict=True):
+            counter.fill_(count)
 
     def settle(self, merged: torch.Tensor | None, counts: list[int]) -> None:
-        """Gives statistics and counters the values after a step. merged: of all statistics; None
-        if there are none.
+        """Sets statistics and counters to their values after a step.
+
+        merged: the values of all statistics; None if there are none.
         """
         if merged is not None:
             self.running[:] = merged.numpy()
-        for (_, b), count in zip(self.counters, counts, strict=True):
-            b.fill_(count)
+        for (_, counter), count in zip(self.counters, counts, strict=True):
+            counter.fill_(count)
         self.keep()
 
 
-def _of_norms(module: nn.Module) -> set[str]:
-    """The names of buffers that a normalisation keeps of its inputs: their rule is known."""
+def _find_norm_buffers(module: nn.Module) -> set[str]:
+    """Returns the names of the buffers that normalisations update by a known rule."""
     norms = [
         name
         for name, part in module.named_modules()

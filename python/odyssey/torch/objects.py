@@ -32,8 +32,7 @@ def packed(value: Any, allow_pickle: bool = False) -> Any:
     if not allow_pickle:
         raise ConfigError(
             f"[horovod] a {type(value).__name__} is not sent: only JSON's types and tensors are, "
-            "unless "
-            "you write allow_pickle=True (unpickling runs what the sender says)"
+            "unless you write allow_pickle=True (unpickling runs what the sender says)"
         )
     return {"pickle": np.frombuffer(pickle.dumps(value), np.uint8)}
 

@@ -1,10 +1,9 @@
-"""Calls of a process group that are under way: a line of them, in the order in which they were
-made, and torch's Works.
+"""The pending calls of a process group, in the order in which they were made, and torch's Works.
 
-One thread per group carries them out; who waits for one carries out those before it himself, where
-the thread is not at it. While a call waits for other ranks, or adds, the thread is in native code
-or asleep, without Python's lock. So groups do not hold up each other, whatever order their calls
-have on other ranks. What it is not: a transport.
+One thread per group carries the calls out. A thread that waits for a call carries out the calls
+before it, and the call itself, unless the group's thread is carrying one out. While a call waits
+for other ranks, or adds, its thread is in native code or asleep, without Python's lock. So groups
+don't block each other, whatever order their calls have on other ranks.
 """
 
 from __future__ import annotations
@@ -22,21 +21,19 @@ from torch.futures import Future
 
 from ..comm import Communicator, calls
 
-# the latest error of a call under way: torch gives on its text alone, here and there
+# the latest error of a pending call, because torch sometimes passes on only the text of an error
 failed: list[BaseException] = []
 
 
 class PendingCalls:
-    """The calls of a group that are under way. timeout: seconds that each waits; None:
-    ODYSSEY_TIMEOUT.
-    """
+    """The pending calls of a group. timeout: seconds that each may wait; None: ODYSSEY_TIMEOUT."""
 
     def __init__(self, comm: Communicator, timeout: float | None) -> None:
         self.comm = comm
         self.timeout = timeout
         comm.timeout = timeout
         self._calls: deque[Pending] = deque()
-        self._running = threading.Lock()  # held by who carries out a call
+        self._running = threading.Lock()  # held by the thread that carries out a call
         self._wake: SimpleQueue[bool] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -47,8 +44,16 @@ class PendingCalls:
         later: bool = True,
         timeout: float | None = None,
     ) -> Pending | None:
-        """Has a call carried out after those before it: its Work, whose result is `value`; None
-        if it is over.
+        """Adds a call, which is carried out after the calls before it.
+
+        Args:
+            work: carries out the call.
+            value: the result of the call's Work.
+            later: True returns the Work now. False waits for the call, and returns None.
+            timeout: seconds that the call may wait; None: the group's.
+
+        Raises:
+            BaseException: The error of the call, if `later` is False.
         """
         call = Pending(self, work, value, timeout)
         self._calls.append(call)
@@ -59,21 +64,25 @@ class PendingCalls:
         return None
 
     def _call_thread(self) -> None:
+        """Wakes the thread that carries out calls; starts it the first time."""
         if self._thread is None:
             self._thread = threading.Thread(
-                target=self._serve, name="odyssey collectives", daemon=True
+                target=self._run_calls, name="odyssey collectives", daemon=True
             )
             self._thread.start()
         self._wake.put(True)
 
-    def _serve(self) -> None:
+    def _run_calls(self) -> None:
+        """Carries out calls each time the thread is woken, until `finish`."""
         while self._wake.get():
             while self.step(wait=True):
                 pass
 
     def step(self, wait: bool = False) -> bool:
-        """Carries out the next call; False: there is none, or another thread is at one and is
-        not waited for.
+        """Carries out the next call, and returns True.
+
+        Returns False if there is no call, or if another thread is carrying one out and `wait` is
+        False.
         """
         if not self._running.acquire(blocking=wait):
             return False
@@ -86,7 +95,7 @@ class PendingCalls:
             self._running.release()
 
     def finish(self) -> None:
-        """Carries out what is left, and ends the thread."""
+        """Carries out the remaining calls, and ends the thread."""
         if self._calls or self._running.locked():
             with contextlib.suppress(Exception):  # each Work has its own
                 self.run(lambda: None, later=False)
@@ -97,7 +106,7 @@ class PendingCalls:
 
 @contextlib.contextmanager
 def within(comm: Communicator, timeout: Any) -> Iterator[None]:
-    """Gives up what is under way in the block at the end of torch's `timeout`, if it says one."""
+    """Limits the calls in the block to torch's `timeout`; None or zero sets no limit."""
     if timeout is None or timeout.total_seconds() <= 0:
         yield
         return
@@ -127,14 +136,14 @@ class Pending(dist.Work):
         self._futures: list[Future] = []
 
     def carry_out(self) -> None:
-        """Makes the call, and keeps what comes of it; called once, by the line."""
+        """Carries out the call, and keeps its error; PendingCalls calls it once."""
         comm = self._line.comm
         timeout = self._line.timeout
         comm.timeout = self._timeout or timeout
         calls.made.at = self._call_site
         try:
             self._work()
-        except BaseException as error:  # raised where it is waited for
+        except BaseException as error:  # `wait` raises it
             self._error = error
             failed[:] = [error]
         finally:
@@ -143,10 +152,11 @@ class Pending(dist.Work):
         self._over = True
         self._work = None
         self._latch.release()
-        self._tell()
+        self._complete_futures()
 
-    def _tell(self) -> None:
-        with contextlib.suppress(IndexError):  # two threads may be at it
+    def _complete_futures(self) -> None:
+        """Completes the futures of this call; it may be called by two threads at a time."""
+        with contextlib.suppress(IndexError):  # the other thread has taken the last one
             while True:
                 self._futures.pop().set_result(None)
 
@@ -156,14 +166,16 @@ class Pending(dist.Work):
                 while not self._over and self._line.step():
                     pass
                 if not self._over:
-                    # who is at it may have looked for more before this came
+                    # another thread is carrying out a call: it may have looked for the next one
+                    # before this one was added
                     self._line._call_thread()
                     with self._latch:
                         pass
-        self._outcome()
+        self._return_outcome()
         return True
 
-    def _outcome(self, _: Any = None) -> Any:
+    def _return_outcome(self, _: Any = None) -> Any:
+        """Returns the result of the call, or raises its error."""
         if self._error is not None:
             raise self._error
         return self._value
@@ -183,10 +195,10 @@ class Pending(dist.Work):
 
     def get_future(self) -> Future:
         future = Future()
-        ended = future.then(self._outcome)  # the only way to give a Future an error
+        ended = future.then(self._return_outcome)  # the only way to give a Future an error
         self._futures.append(future)
         if self._over:
-            self._tell()
+            self._complete_futures()
         return ended
 
     def synchronize(self) -> None:

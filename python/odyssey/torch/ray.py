@@ -73,9 +73,8 @@ def launch(
     cores = ray.cluster_resources().get("CPU", 0)
     if need > cores:
         raise ConfigError(
-            f"[ray] {num_workers} workers of {cpus_per_worker:g} cores are asked for, and Ray "
-            f"has {cores:g}; give "
-            "fewer num_workers, or cpus_per_worker=0.5"
+            f"[ray] {num_workers} workers of {cpus_per_worker:g} cores are asked for, and Ray has "
+            f"{cores:g}; give fewer num_workers, or cpus_per_worker=0.5"
         )
     actor = ray.remote(num_cpus=cpus_per_worker, max_restarts=0)(_Rank)
     ranks = [actor.remote() for _ in range(num_workers)]
@@ -126,9 +125,8 @@ def serve(*_: Any, **keywords: Any) -> None:
     """Refused: models are not served here."""
     raise ConfigError(
         "[ray] Ray Serve is not there; `odyssey export` writes an ONNX file that servers take, "
-        "`odyssey predict` "
-        "computes a data set, and odyssey.load() gives the model to a Ray Serve deployment of "
-        "your own"
+        "`odyssey predict` computes a data set, and odyssey.load() gives the model to a Ray Serve "
+        "deployment of your own"
     )
 
 

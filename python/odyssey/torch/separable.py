@@ -1,12 +1,15 @@
-"""Check of a loss: is that of a batch a mean over its samples, which shards may compute apart?
+"""Checks whether a loss is a mean over the samples of a batch. Only then may shards compute it
+separately.
 
-A weighted mean and its gradient are the weighted means of its parts' values and gradients, with
-weights that add up to 1: those of class weights, `ignore_index` and masks too, whatever they are. A
-loss that compares samples with each other (contrastive, ranking, decorrelation, a balance of
-experts) or is a function of a mean has no such weights. Looked at are the halves of one shard in
-eval mode, in which samples do not meet in normalisations and nothing is drawn. All of it is
-computed in float32, also what autocast or forward() itself would round to bfloat16 or float16: that
-rounding is as large as what is looked for. Everything is afterwards as it was.
+If a loss is a weighted mean, the loss of a batch is the weighted mean of the losses of two halves,
+with weights that add up to 1. The same weights hold for the gradients. That includes class weights,
+`ignore_index` and masks. A loss that compares samples with each other (contrastive, ranking,
+decorrelation, a balance of experts), or is a function of a mean, has no such weights.
+
+The check computes one shard and its two halves in eval mode, because then normalisations don't mix
+samples and forward() draws no random numbers. It computes everything in float32, also what autocast
+or forward() itself would round to bfloat16 or float16. That rounding would be as large as the
+differences that the check is for. Afterwards the modules and generators are as they were.
 """
 
 from __future__ import annotations
@@ -27,40 +30,42 @@ from ..nn import in_mode
 from .seeded import keys, put_back, states
 
 MAX_COMPARED_FLOATS = 1 << 22  # of gradients that are compared, small parameters first
-MAX_UNEXPLAINED = 1e-4  # of a parameter's gradient, what no weights explain: rounding is 1e-7
-NOISE = 1e-6  # of the whole gradient: what smaller ones are may be rounding
-TOTAL = 1e-5  # of all gradients and the value together, what no weights explain: rounding is 2e-7
+#: The largest error that weights may leave, as a share of a parameter's gradient. Rounding leaves
+#: 1e-7.
+MAX_UNEXPLAINED = 1e-4
+NOISE = 1e-6  # gradients below this share of the whole gradient may be rounding
+#: The largest error of all gradients and the value together, as a share. Rounding leaves 2e-7.
+TOTAL = 1e-5
 
 
 def looked_at(
     owners: list[nn.Module], loss: Callable[[Any], torch.Tensor], batch: Any, copies: bool = True
 ) -> tuple[str, list[float]]:
-    """Returns what a loss is, "mean", "sum" or "neither" of its samples, and its values of all
-    and of both halves. "unknown": the samples cannot be taken apart, or forward() draws in
-    eval mode too. owners: modules that `loss` of a batch calls, the one with the parameters
-    first. batch: a tree, samples in rows. copies: parameters are put back.
+    """Returns the kind of a loss, and its values of all samples and of both halves.
+
+    Args:
+        owners: the modules that `loss` calls, the one with the parameters first.
+        loss: computes the loss of a batch.
+        batch: a tree of tensors with samples in rows.
+        copies: True if parameters are restored afterwards.
+
+    Returns:
+        "mean", "sum" or "neither" of the samples. Or "unknown": the samples can't be separated, or
+        forward() also draws random numbers in eval mode.
     """
-    parameters = []
-    size = 0
-    for p in sorted((p for p in owners[0].parameters() if p.requires_grad), key=torch.numel):
-        size += p.numel()
-        if size <= MAX_COMPARED_FLOATS or not parameters:
-            parameters.append(p)
-    batch = pytree.tree_map_only(torch.Tensor, _widened, batch)
-    tensors = [t for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor)]
-    n = len(tensors[0]) if tensors and tensors[0].dim() else 0
-    norms = [m for m in owners[0].modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    if (
-        n < 2
-        or any(not t.dim() or len(t) != n for t in tensors)
-        or any(m.running_mean is None for m in norms)
-    ):
+    module = owners[0]
+    batch = pytree.tree_map_only(torch.Tensor, _widen, batch)
+    samples = _count_samples(batch)
+    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if samples < 2 or any(norm.running_mean is None for norm in norms):
         return "unknown", []
+    parameters = _select_parameters(module)
+    half = samples // 2
     values: list[float] = []
     gradients: list[list[torch.Tensor]] = []
     with (
         _restore_after(owners, copies),
-        in_mode(owners[0], False),
+        in_mode(module, False),
         warnings.catch_warnings(),
         torch.enable_grad(),
     ):
@@ -69,9 +74,9 @@ def looked_at(
         try:
             with (
                 getattr(torch.compiler, "set_stance", contextlib.nullcontext)("force_eager"),
-                _in_float32(),
+                _compute_in_float32(),
             ):
-                for lo, hi in ((0, n), (0, n // 2), (n // 2, n)):
+                for lo, hi in ((0, samples), (0, half), (half, samples)):
                     value = loss(
                         pytree.tree_map_only(
                             torch.Tensor, lambda t, a=lo, b=hi: t[a:b].clone(), batch
@@ -79,108 +84,154 @@ def looked_at(
                     )
                     parts = torch.autograd.grad(value, parameters, materialize_grads=True)
                     values.append(float(value.detach()))
-                    gradients.append([g.reshape(-1) for g in parts])
+                    gradients.append([part.reshape(-1) for part in parts])
         except CollectiveError:
             raise
-        except Exception:  # what is wrong with forward() itself is said where it is trained
+        except Exception:  # an error of forward() itself is raised when the module is trained
             return "unknown", []
-        drawn = keys(states()) != keys_before
-    return "unknown" if drawn else _classify(gradients, values), values
+        has_drawn = keys(states()) != keys_before
+    return "unknown" if has_drawn else _classify_loss(gradients, values), values
 
 
-def _classify(gradients: list[list[torch.Tensor]], values: list[float]) -> str:
-    """By whether weights make the gradient and value of the whole of those of its two parts."""
-    parts = [[g.double() for g in tensors] for tensors in gradients]
+def _count_samples(batch: Any) -> int:
+    """Returns the number of rows of all tensors of a batch; 0 if they differ, or have no rows."""
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    if not tensors or not all(tensor.dim() for tensor in tensors):
+        return 0
+    counts = {len(tensor) for tensor in tensors}
+    return counts.pop() if len(counts) == 1 else 0
+
+
+def _select_parameters(module: nn.Module) -> list[torch.Tensor]:
+    """Returns the trained parameters whose gradients are compared: the smallest, at least one."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    selected = []
+    floats = 0
+    for parameter in sorted(trained, key=torch.numel):
+        floats += parameter.numel()
+        if floats <= MAX_COMPARED_FLOATS or not selected:
+            selected.append(parameter)
+    return selected
+
+
+def _classify_loss(gradients: list[list[torch.Tensor]], values: list[float]) -> str:
+    """Returns "mean", "sum" or "neither", or "unknown" if there is no finite gradient.
+
+    It is a mean or a sum if the whole is the weighted sum of the halves, for gradients and value.
+
+    Args:
+        gradients: of the whole, the first half and the second half; each by parameter.
+        values: of the loss of these three.
+    """
+    parts = [[gradient.double() for gradient in tensors] for tensors in gradients]
     largest = max(float(torch.cat(tensors).norm()) for tensors in parts)
     if not 0 < largest < math.inf:
         return "unknown"
     highest = max(map(abs, values))
-    # a half in which no sample counts may have no value
+    # A half in which no sample counts may have no value. Else the value is compared like another
+    # gradient, and weighs as much as all of them.
     if highest > 0 and all(map(math.isfinite, values)):
-        for tensors, value in zip(parts, values, strict=True):  # as much as all gradients
+        for tensors, value in zip(parts, values, strict=True):
             tensors.append(torch.tensor([value / highest * largest], dtype=torch.float64))
-    g, a, b = (torch.cat(tensors) for tensors in parts)
-    difference = a - b
+    whole, first, second = (torch.cat(tensors) for tensors in parts)
+    # u with the smallest error in: whole = u * first + (1 - u) * second
+    difference = first - second
     square = float(difference @ difference)
-    u = float((g - b) @ difference) / square if square else 0.5
+    u = float((whole - second) @ difference) / square if square else 0.5
     for kind, weights in (("mean", (u, 1 - u)), ("sum", (1.0, 1.0))):
-        if _explain(weights, parts, largest):
+        if _weights_explain_whole(weights, parts, largest):
             return kind
     return "neither"
 
 
-def _explain(weights: tuple[float, float], parts: list[list[torch.Tensor]], largest: float) -> bool:
-    """True if the whole is the sum of its parts with these weights, but for rounding."""
+def _weights_explain_whole(
+    weights: tuple[float, float], parts: list[list[torch.Tensor]], largest: float
+) -> bool:
+    """Returns whether the whole is the sum of its halves with these weights, except for rounding.
+
+    Args:
+        weights: of the first and the second half.
+        parts: the tensors of the whole, the first half and the second half.
+        largest: the largest norm of the gradients of these three.
+    """
     u, v = weights
-    error = 0.0
-    sizes = 0.0
-    for t, p, q in zip(*parts, strict=True):
-        size = float(t.norm() + (u * p).norm() + (v * q).norm())
-        apart = float((t - u * p - v * q).norm())
-        if apart > MAX_UNEXPLAINED * size + NOISE * largest:
+    total_error = 0.0
+    total_size = 0.0
+    for whole, first, second in zip(*parts, strict=True):
+        size = float(whole.norm() + (u * first).norm() + (v * second).norm())
+        error = float((whole - u * first - v * second).norm())
+        if error > MAX_UNEXPLAINED * size + NOISE * largest:
             return False
-        error = math.hypot(error, apart)
-        sizes = math.hypot(sizes, size)
-    return error <= TOTAL * sizes
+        total_error = math.hypot(total_error, error)
+        total_size = math.hypot(total_size, size)
+    return total_error <= TOTAL * total_size
 
 
 def _is_narrow(dtype: Any) -> bool:
+    """Returns whether a dtype is a float of fewer than 32 bits."""
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize < 4
 
 
-def _widened(t: torch.Tensor) -> torch.Tensor:
+def _widen(t: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor of narrow floats as float32, others as they are."""
     return t.float() if _is_narrow(t.dtype) else t
 
 
-class _Wide(TorchDispatchMode):
-    """Has operations computed in float32 that would be in fewer bits, those of autocast too."""
+class _ComputeInFloat32(TorchDispatchMode):
+    """A dispatch mode that computes narrow floats in float32, also those of autocast."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if _is_narrow(kwargs.get("dtype")):
             kwargs["dtype"] = torch.float32
-        # views and results stay what they are
+        # tensors that an operation writes to, or returns views of, keep their dtype
         if not any(argument.alias_info for argument in func._schema.arguments):
-            args, kwargs = pytree.tree_map_only(torch.Tensor, _widened, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _widen, (args, kwargs))
         return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def _in_float32() -> Iterator[None]:
-    """Computes in float32 whatever is set."""
-    products = torch.get_float32_matmul_precision()
+def _compute_in_float32() -> Iterator[None]:
+    """Computes everything in the block in float32, whatever the user has set."""
+    precision_before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        with _Wide():
+        with _ComputeInFloat32():
             yield
     finally:
-        torch.set_float32_matmul_precision(products)
+        torch.set_float32_matmul_precision(precision_before)
 
 
 @contextlib.contextmanager
 def _restore_after(owners: list[nn.Module], copies: bool) -> Iterator[None]:
-    """Generators, parameters, buffers and attributes of modules are afterwards what they were."""
-    drawn = states()
-    tensors = [
-        t for owner in owners for t in (*(owner.parameters() if copies else ()), *owner.buffers())
-    ]
-    values = [(t, t._version, t.detach().clone()) for t in tensors]
-    module_dicts: list[Any] = [vars(m) for owner in owners for m in owner.modules()]
+    """Restores generators, buffers and attributes of modules after the block.
+
+    copies: True restores parameters too; it takes memory for a copy of them.
+    """
+    generator_states = states()
+    tensors: list[torch.Tensor] = []
+    for owner in owners:
+        if copies:
+            tensors += owner.parameters()
+        tensors += owner.buffers()
+    saved_tensors = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors]
+    attributes: list[Any] = [vars(m) for owner in owners for m in owner.modules()]
+    # containers that are attributes: forward() may change what is in them
     inside = [
-        c
-        for attributes in module_dicts
-        for c in attributes.values()
-        if isinstance(c, (dict, list, set))
+        value
+        for module_attributes in attributes
+        for value in module_attributes.values()
+        if isinstance(value, (dict, list, set))
     ]
-    held = [(container, container.copy()) for container in (*module_dicts, *inside)]
+    saved_containers = [(container, container.copy()) for container in (*attributes, *inside)]
     try:
         yield
     finally:
-        for container, saved in held:
+        for container, content in saved_containers:
             container.clear()
-            (container.extend if isinstance(container, list) else container.update)(saved)
+            (container.extend if isinstance(container, list) else container.update)(content)
         with torch.no_grad():
-            for t, version, value in values:
-                if t._version != version:
-                    t.copy_(value)
-        put_back(drawn)
+            for tensor, version, value in saved_tensors:
+                if tensor._version != version:
+                    tensor.copy_(value)
+        put_back(generator_states)

@@ -1,15 +1,19 @@
-"""The shards of a global batch, run by torch one after the other; their sums along the tree of
-parallel/plan.py.
+"""Runs the shards of a global batch with torch, one after the other, and adds up their results.
 
-A shard sees nothing of the others: its random numbers are seeded by (seed, step, shard), running
-statistics begin with their values before the step, and its gradients go straight into a buffer of
-the reduction, for shared memory into that. Behind the gradients travel:
+A shard is a fixed number of samples of a global batch. The results of all shards are added along
+the tree of parallel/plan.py, so that the sum has the same bits on any number of ranks.
 
-    statistics      n_s times the running statistics of shard s, and whether it changed them
+A shard sees nothing of the others. Its random numbers are seeded by (seed, step, shard). Running
+statistics start with their values before the step. Its gradients are written directly into a buffer
+of the reduction, which may be shared memory. The other results of the shard follow the gradients in
+that buffer (`SumsLayout` has their offsets):
+
+    statistics      the running statistics after shard s, times its number of samples
+    changed         for each of these floats 1 if the shard changed it, else 0
     14 sums         loss, samples, metrics
-    parameters      whether the shard reached them: what no shard reaches has no gradient, as in
-                    torch alone
-    counters        by how much it raised the integer buffers of normalisations
+    reached         for each parameter 1 if the shard reached it, else 0: a parameter that no shard
+                    reaches has no gradient, as in plain torch
+    counters        by how much the shard raised the integer buffers of normalisations
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,24 +36,26 @@ from ..parallel import Reduction, StepOutcome
 from ..parallel import plan as planning
 from ..parallel import strategy as strategies
 from ..train import agreement
-from .arena import ModuleArena
+from .arena import ModuleArena, plain_name
 from .memory import ALIGN
 
 SUMS = 14  # loss, samples, metrics
-ALL_SHARDS = 1 << 61  # in the place of a shard's number: of all of them
+ALL_SHARDS = 1 << 61  # seeds random numbers that belong to all shards, instead of a shard's number
 generator = torch.random.default_generator
 
 
 def seed_of(*numbers: int) -> int:
-    """A seed of torch's generator from numbers of 64 bits: the same for the same, unrelated for
-    others.
+    """Returns a seed for torch's generator that depends on these numbers, of 64 bits each.
+
+    Equal numbers give equal seeds. Seeds of different numbers are unrelated.
     """
     data = struct.pack(f"<{len(numbers)}Q", *(n & (1 << 64) - 1 for n in numbers))
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
+    digest = hashlib.blake2b(data, digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1  # torch's seeds have 63 bits
 
 
 def environment() -> dict[str, Any]:
-    """Returns what torch's bits depend on beside the model, as it is in this process."""
+    """Returns the settings of this process, besides the model, on which torch's results depend."""
     return {
         "torch version": torch.__version__,
         "instruction set": torch.backends.cpu.get_cpu_capability(),
@@ -60,16 +66,21 @@ def environment() -> dict[str, Any]:
 
 
 def described(arena: ModuleArena) -> dict[str, Any]:
-    """A module, as far as it must be alike on all ranks, and when a training goes on."""
-    modules = list(arena.module.named_modules())
+    """Returns the properties of a module that must be equal on all ranks and after a resume."""
+    modules = [
+        (plain_name(f"{name}."), m)
+        for name, m in arena.module.named_modules()
+        if type(m).__name__ != "OptimizedModule"
+    ]
     return {
         "parameters": [[name, list(p.shape), p.requires_grad] for name, p in arena.named],
-        "layers": [[name, type(m).__name__, m.extra_repr()] for name, m in modules],
+        "layers": [[name.strip("."), type(m).__name__, m.extra_repr()] for name, m in modules],
         "channels-last parameters": [
             n for n, p in arena.named if p.dim() in (4, 5) and not p.is_contiguous()
         ],
         "torch.compile": any(
-            type(m).__name__ == "OptimizedModule" or m._compiled_call_impl for _, m in modules
+            type(m).__name__ == "OptimizedModule" or m._compiled_call_impl
+            for m in arena.module.modules()
         ),
     }
 
@@ -78,21 +89,55 @@ class LoopError(OdysseyError):
     """A training loop calls things in an order that cannot give the promised gradient."""
 
 
+class SumsLayout(NamedTuple):
+    """The offsets, in floats, of the sections of a shard's results. Gradients start at 0."""
+
+    statistics: int  # where gradients end
+    changed: int
+    sums: int
+    reached: int
+    counters: int
+    end: int
+
+
+def lay_out_sums(gradient_floats: int, arena: ModuleArena) -> SumsLayout:
+    """Returns the layout of the results of a shard whose gradients have so many floats."""
+    norms = arena.norms
+    section_floats = [
+        gradient_floats,
+        norms.floats,
+        norms.floats,
+        SUMS,
+        arena.trained,
+        len(norms.counters),
+    ]
+    return SumsLayout(*np.cumsum(section_floats).tolist())
+
+
 @dataclasses.dataclass
 class Prepared:
-    """Preparation of batches of one size: a plan, a reduction, and the places in its buffers."""
+    """The preparation of batches of one size: a plan, a reduction, and views of its buffers."""
 
     plan: planning.Plan
     reduction: Reduction
-    flat: list[torch.Tensor]  # each buffer
-    gradients: list[list[torch.Tensor]]  # of each buffer by parameter
+    buffers: list[torch.Tensor]
+    gradients: list[list[torch.Tensor]]  # for each buffer, the gradient of each parameter in it
     result: torch.Tensor
+
+
+class OpenBatch(NamedTuple):
+    """A batch that `Shards.begin` has started and `Shards.sums` completes."""
+
+    prepared: Prepared
+    train: bool
+    outcome: StepOutcome
 
 
 @dataclasses.dataclass
 class BatchSums:
-    """Over the samples of a global batch, on every rank. reached: by trained parameter, whether
-    a shard did.
+    """The sums over the samples of a global batch, equal on every rank.
+
+    reached: for each trained parameter, True if a shard reached it.
     """
 
     loss: float
@@ -103,8 +148,9 @@ class BatchSums:
 
 @dataclasses.dataclass
 class Share:
-    """The samples of a batch that this rank's shards have, as `Shards.share` says; loaders read
-    the shard size here.
+    """A function from the samples of a batch to those of this rank's shards (see `Shards.share`).
+
+    Loaders read the shard size from its `shards`.
     """
 
     shards: Shards
@@ -114,20 +160,36 @@ class Share:
         return self.shards.share(samples, self.train)
 
 
-def _traffic(reduction: Reduction) -> np.ndarray:
+def _count_traffic(reduction: Reduction) -> np.ndarray:
+    """Returns the bytes that a reduction has sent: in all, uncompressed, to other machines."""
     return np.array([reduction.bytes_sent, reduction.bytes_plain, reduction.bytes_wire])
 
 
 class Shards:
-    """See the head of this file.
+    """Runs the shards of batches, as described at the head of this file.
 
-    For this process, it sets what torch's bits depend on.
+    It sets, for this process, the settings on which torch's results depend.
 
-    module: on the CPU, parameters of float32, which move into `arena`. shard_size: samples per
-    shard; may be set until the first batch. threads: of torch. deterministic: "error", or "warn":
-    what cannot be held is told by `tell`, with a line. mean: backward() is of a shard's mean, not
-    of its sum. gradient: the mean over the samples of the last batch; `arena.gradients` are its
-    parts. Raises ConfigError: a parameter, module or setting that cannot be held.
+    A step is `for first, stop in shards(samples, step)`, with forward, backward and `count` in the
+    loop, then `sums`, an update of the parameters, and `settle`.
+
+    Args:
+        module: on the CPU, with float32 parameters, which move into `arena`.
+        comm: all ranks.
+        strategy: how ranks add up their sums.
+        shard_size: samples per shard; may be set until the first batch.
+        seed: of torch's generator, together with step and shard.
+        threads: of torch.
+        deterministic: "error" or "warn": a change that breaks the same bits raises an error, or is
+            reported by `tell`.
+        tell: reports a line to the user.
+        mean: True if backward() is called on the mean of a shard's losses, not on their sum.
+
+    Attributes:
+        gradient: the mean over the samples of the last batch; `arena.gradients` are views of it.
+
+    Raises:
+        ConfigError: A parameter, module or setting is not supported.
     """
 
     def __init__(
@@ -159,114 +221,133 @@ class Shards:
         self.mean = mean
         self.strict = deterministic == "error"
         self.tell = tell
-        # of each rank; empty: equal shares
+        # from the shards of a batch to those of each rank; empty: ranks have equal shares
         self.counts: Callable[[int], tuple[int, ...]] = lambda shards: ()
         self.memory: dict[str, Any] = {}  # of a compression
         self._prepared: dict[tuple[Any, ...], Prepared] = {}
-        # as `traffic` says, beside what those of `_prepared` have
-        self._sent = np.zeros(3, np.int64)
+        # the three numbers of `traffic` that no reduction in `_prepared` counts
+        self._uncounted_traffic = np.zeros(3, np.int64)
         self._warned_names: set[str] = set()
-        self._count = 0  # shards of the batch that has begun
-        self._lay_out()
+        self._shard_count = 0  # shards of the open batch
+        self._lay_out_memory()
         self.norms = arena.norms
         self.running = torch.from_numpy(self.norms.running)
         self.kept = torch.from_numpy(self.norms.kept)
 
-    def _lay_out(self) -> None:
+    def _lay_out_memory(self) -> None:
+        """Makes memory for the mean gradient, and the layout of a shard's results."""
         arena = self.arena
-        norms = arena.norms
         arena.hold(range(arena.trained))
         self.gradient = torch.from_numpy(arena.grads)
-        # gradients | statistics | whether changed | SUMS | reached | raised
-        sizes = [arena.size, norms.floats, norms.floats, SUMS, arena.trained, len(norms.counters)]
-        self._places = np.cumsum(sizes).tolist()
+        self._layout = lay_out_sums(arena.size, arena)
 
     def arrange(self, trained: Collection[str]) -> None:
-        """Makes places for the gradients of the parameters of these names; those of other
-        batches are forgotten, so the next one is a collective call. Raises ConfigError: a
-        compression keeps what has no place any more.
+        """Makes memory for the gradients of the parameters with these names.
+
+        What was prepared for batches so far is dropped. So the next batch of each size is a
+        collective call.
+
+        Raises:
+            ConfigError: A compression keeps state for the old layout.
         """
         if self.memory:
             raise ConfigError(
                 f"[torch] compression={self.strategy.compression!r} with parameters that are "
-                "unfrozen while it runs, "
-                "as it keeps what was not sent of the others; use compression='none', or make a "
-                "new trainer"
+                "unfrozen while it runs, as it keeps what was not sent of the others; use "
+                "compression='none', or make a new trainer"
             )
-        self._sent[:] = self.traffic()
+        self._uncounted_traffic[:] = self.traffic()
         self._prepared.clear()
         self.arena.arrange(trained)
-        self._lay_out()
+        self._lay_out_memory()
 
     def agree(self, description: dict[str, Any]) -> None:
-        """Compares the module, what torch is told and `description` between ranks, and
-        gives all of them rank 0's values.
+        """Compares module, settings of torch and `description` between ranks, and sends rank 0's
+        values of the module to all ranks.
+
+        A collective call. Raises ConfigError: ranks differ.
         """
         agreement.compare(self.comm, {**environment(), **described(self.arena), **description})
         self.arena.send(self.comm)
 
     def prepared(self, samples: int, train: bool = True) -> Prepared:
-        """For batches of so many samples; a collective call the first time."""
+        """Returns the plan and buffers for batches of so many samples.
+
+        The first call for a size is a collective call.
+        """
         assert self.shard_size is not None
         shards = planning.shard_count(samples, self.shard_size)
         counts = self.counts(shards) if train else ()
-        key = samples, self.shard_size, train, counts
+        kind = (samples, self.shard_size, train)
+        key = (*kind, counts)
         if key not in self._prepared:
-            arena = self.arena
-            for outdated in [k for k in self._prepared if k[:3] == key[:3]]:  # shards have moved
-                self._sent += _traffic(self._prepared.pop(outdated).reduction)
-            plan = planning.make(shards, self.comm.rank, self.comm.size, 1, 1, counts)
-            floats = -(-self._places[-1] // ALIGN) * ALIGN if train else ALIGN
-            shapes = tuple(
-                (offset, tuple(g.shape))
-                for g, offset in zip(arena.gradients, arena.at, strict=False)
-            )
-            content = (
-                strategies.Content(arena.size, shapes, samples, self.memory) if train else None
-            )
-            reduction = strategies.make(self.strategy, self.comm, plan, floats, 1, content=content)
-            buffers = [reduction.buffers[i] for i in range(plan.buffers)]
-            self._prepared[key] = Prepared(
-                plan,
-                reduction,
-                [torch.from_numpy(b) for b in buffers],
-                [arena.views(b) for b in buffers] if train else [],
-                torch.from_numpy(reduction.result),
-            )
+            # the counts of this kind of batch have changed: shards have moved to other ranks
+            for outdated in [other for other in self._prepared if other[:-1] == kind]:
+                self._uncounted_traffic += _count_traffic(self._prepared.pop(outdated).reduction)
+            self._prepared[key] = self._prepare(samples, shards, counts, train)
         return self._prepared[key]
 
+    def _prepare(self, samples: int, shards: int, counts: tuple[int, ...], train: bool) -> Prepared:
+        """Makes the plan and the reduction for batches of so many samples; a collective call.
+
+        counts: the shards of each rank; empty: equal shares. train: False without gradients.
+        """
+        arena = self.arena
+        plan = planning.make(
+            shards, self.comm.rank, self.comm.size, workers=1, threads=1, counts=counts
+        )
+        floats = ALIGN
+        content = None
+        if train:
+            floats = -(-self._layout.end // ALIGN) * ALIGN
+            shapes = tuple(
+                (offset, tuple(gradient.shape))
+                for gradient, offset in zip(arena.gradients, arena.at, strict=False)
+            )
+            content = strategies.Content(arena.size, shapes, samples, self.memory)
+        reduction = strategies.make(
+            self.strategy, self.comm, plan, floats, workers=1, content=content
+        )
+        buffers = [reduction.buffers[i] for i in range(plan.buffers)]
+        return Prepared(
+            plan=plan,
+            reduction=reduction,
+            buffers=[torch.from_numpy(buffer) for buffer in buffers],
+            gradients=[arena.views(buffer) for buffer in buffers] if train else [],
+            result=torch.from_numpy(reduction.result),
+        )
+
     def traffic(self) -> tuple[int, int, int]:
-        """Bytes that this rank has sent so far, what that were without compression, and what
-        went to other machines.
+        """Returns the bytes that this rank has sent so far: in all, how many they would be without
+        compression, and how many went to other machines.
         """
         sent, plain, wire = sum(
-            (_traffic(p.reduction) for p in self._prepared.values()), self._sent
+            (_count_traffic(p.reduction) for p in self._prepared.values()), self._uncounted_traffic
         ).tolist()
         return sent, plain, wire
 
     def kept_parameters(self) -> list[fingerprint.Run]:
-        """The parameters that this rank counts for a fingerprint of all."""
+        """Returns the memory of the parameters that this rank adds to a fingerprint of all."""
         return [(self.arena.params.ctypes.data, self.arena.extent, 0)]
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Bytes of parameters, and of gradients with their reduction, on this rank."""
+        """The bytes of parameters, and of gradients with their reduction, on this rank."""
         reduction_floats = sum(p.reduction.floats_needed for p in self._prepared.values())
         return self.arena.params.nbytes, self.arena.grads.nbytes + 4 * reduction_floats
 
     def local_shards(self, samples: int, train: bool = True) -> range:
-        """The shards of a batch that this rank runs."""
+        """Returns the numbers of the shards that this rank runs of a batch."""
         assert self.shard_size is not None
         shards = planning.shard_count(samples, self.shard_size)
-        return range(
-            *planning.runs(shards, self.comm.size, 1, self.counts(shards) if train else ())[
-                self.comm.rank
-            ]
-        )
+        counts = self.counts(shards) if train else ()
+        first, stop = planning.runs(shards, self.comm.size, 1, counts)[self.comm.rank]
+        return range(first, stop)
 
     def share(self, samples: int, train: bool = True) -> tuple[int, int]:
-        """The samples from this rank's first shard to its last, (first, one past the last); one
-        if it has no shard.
+        """Returns the samples of this rank's shards, as (first, one past the last).
+
+        A rank without a shard gets the first sample, because readers need at least one.
         """
         shards = self.local_shards(samples, train)
         if not shards:
@@ -275,85 +356,101 @@ class Shards:
         return shards[0] * size, min((shards[-1] + 1) * size, samples)
 
     def phase(self, run: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Parameters may be used in the block, with ZeRO 3 a collective call. run: it has the
-        shards of a step.
+        """Returns a context in which parameters may be used; with ZeRO 3 a collective call.
+
+        run: True if the shards of a step run in it.
         """
         return contextlib.nullcontext()
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
-        """All parameters are there in the block; with ZeRO 3 a collective call."""
+        """Returns a context in which this rank has all parameters; collective with ZeRO 3."""
         return contextlib.nullcontext()
 
     def holding(self) -> contextlib.AbstractContextManager[set[int] | None]:
-        """The parameters that this rank keeps are there in the block; their ids, or None: it has
-        all.
+        """Returns a context in which this rank has the parameters that it keeps.
+
+        The context gives their ids, or None if the rank keeps all parameters.
         """
         return contextlib.nullcontext()
 
     def __call__(self, samples: int, step: int, train: bool = True) -> Iterator[tuple[int, int]]:
-        """This rank's shards of a batch, as (first sample, one past the last).
+        """Yields this rank's shards of a batch, as (first sample, one past the last).
 
-        Between two of them a caller runs one: backward() of the sum of its losses, and `count`.
-        Then `sums`, on all ranks.
+        After each of them the caller runs that shard: it calls backward() of the sum of the losses,
+        and `count`. When the shards are used up, all ranks call `sums`.
         """
-        part = self.begin(samples, train)
-        if part.error is not None:
-            raise part.error
+        outcome = self.begin(samples, train)
+        if outcome.error is not None:
+            raise outcome.error
         with contextlib.closing(self.run(samples, step)) as shards:
             yield from shards
 
     def begin(self, samples: int, train: bool = True) -> StepOutcome:
-        """Begins a batch: what is made for it, and this rank's part, which may have failed already.
+        """Opens a batch, and returns the outcome of this rank's part of it.
 
-        A collective call the first time.
+        The outcome may have an error already. The first batch of a size is a collective call.
         """
         prepared = self.prepared(samples, train)
-        part = StepOutcome(prepared.reduction, (self._places[2] if train else 0) + 1)
-        self._batch = prepared, train, part
-        self._count = prepared.plan.shards
+        sums_at = self._layout.sums if train else 0
+        outcome = StepOutcome(prepared.reduction, samples_at=sums_at + 1)  # after the loss
+        self._open_batch = OpenBatch(prepared, train, outcome)
+        self._shard_count = prepared.plan.shards
         if train:
-            with part.tried():
+            with outcome.tried():
                 self.norms.take_over()
-        return part
+        return outcome
 
     def run(self, samples: int, step: int) -> Iterator[tuple[int, int]]:
-        """The shards of a batch that has begun, as calling this object gives them."""
-        prepared, train, _ = self._batch
+        """Yields the shards of the open batch, as `__call__` does, and adds up their results."""
+        prepared, train, _ = self._open_batch
+        buffers = prepared.buffers
         with self._forbid_other_changes(train):
             for action in (*prepared.plan.threads[0], *prepared.plan.final):
                 if action.kind == "add":
-                    prepared.flat[action.a].add_(prepared.flat[action.b])
+                    _, target, source = action
+                    buffers[target].add_(buffers[source])
                     continue
-                gradients = prepared.gradients[action.b] if train else []
-                yield from self._shard(action.a, samples, step, prepared.flat[action.b], gradients)
+                _, shard, target = action
+                gradients = prepared.gradients[target] if train else []
+                yield from self._run_shard(shard, samples, step, buffers[target], gradients)
 
     @contextlib.contextmanager
     def _forbid_other_changes(self, train: bool) -> Iterator[None]:
-        """The generator, statistics and counters are afterwards what they were, also if a shard
-        failed or was left; so must parameters be, and buffers that nothing merges.
+        """Restores torch's generator, statistics and counters after the block, also if a shard
+        failed. Checks that nothing else of the module was changed.
+
+        Parameters, and buffers that no rule merges, must be as before the block: ranks run other
+        shards, so they would get other values.
+
+        Raises:
+            ConfigError: One of these was changed, and changes are errors ("error", not "warn"). Or
+                a parameter that was frozen requires a gradient.
         """
         arena = self.arena
         if train:
             arena.check()
-        fixed = [(name, t, t._version) for name, t in (*self.norms.fixed_buffers, *arena.named)]
-        for name, p in arena.named[arena.trained :]:
-            if train and p.requires_grad:
+        fixed = [
+            (name, tensor, tensor._version)
+            for name, tensor in (*self.norms.fixed_buffers, *arena.named)
+        ]
+        for name, parameter in arena.named[arena.trained :]:
+            if train and parameter.requires_grad:
                 raise ConfigError(
                     f"[torch] {name} was frozen and is not any more; make a new trainer of the "
                     "module"
                 )
-        drawn = generator.get_state()
+        state_before = generator.get_state()
         try:
             yield
         finally:
-            generator.set_state(drawn)
+            generator.set_state(state_before)
             if train:
                 self.norms.put_back()
         current_buffers = dict(arena.buffers) if self.norms.fixed_buffers else {}
-        for name, t, version in fixed:
-            kind = "parameter" if isinstance(t, torch.nn.Parameter) else "buffer"
-            unchanged = t._version == version and (
-                kind == "parameter" or current_buffers.get(name) is t
+        for name, tensor, version in fixed:
+            kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
+            unchanged = tensor._version == version and (
+                kind == "parameter" or current_buffers.get(name) is tensor
             )
             if unchanged or name in self._warned_names:
                 continue
@@ -368,31 +465,38 @@ class Shards:
             self._warned_names.add(name)
             self.tell(f"{text}; its bits will not come again")
 
-    def _shard(
+    def _run_shard(
         self, shard: int, samples: int, step: int, flat: torch.Tensor, gradients: list[torch.Tensor]
     ) -> Iterator[tuple[int, int]]:
-        """One shard, whose sums go into `flat`. gradients: places among them."""
-        _, train, _ = self._batch
+        """Yields a shard, as (first sample, one past the last), and stores its results afterwards.
+
+        flat: the buffer for the results. gradients: the views of `flat` that become the gradients
+        of parameters.
+        """
+        _, train, _ = self._open_batch
         size = self.shard_size or samples
         lo = shard * size
         hi = min((shard + 1) * size, samples)
         flat.zero_()
         self._sums = [0.0] * (SUMS - 1)
-        versions = self._enter(gradients) if train else []
+        versions = self._prepare_shard(gradients) if train else []
         generator.manual_seed(seed_of(self.seed, step, shard, train))
-        yield lo, hi
-        tail = [self._sums[0], float(hi - lo), *self._sums[1:]]
+        yield lo, hi  # the caller runs the shard here
+        loss, *metrics = self._sums
+        tail = [loss, float(hi - lo), *metrics]
         if train:
-            tail += self._reached(gradients, versions)
-            tail += self._leave(flat, hi - lo)
-        offset = self._places[2] if train else 0
+            tail += self._find_reached(gradients, versions)
+            tail += self._store_buffers(flat, hi - lo)
+        offset = self._layout.sums if train else 0
         flat.numpy()[offset : offset + len(tail)] = tail
 
     def preview(self, samples: int, step: int) -> Iterator[tuple[int, int]]:
-        """The shards of a batch that has begun, for a pass before theirs that draws the same and
-        leaves nothing.
+        """Yields the shards of the open batch, for a pass before the one that `run` is for.
+
+        Both passes draw the same random numbers. This one leaves statistics and counters as they
+        were.
         """
-        _, train, _ = self._batch
+        _, train, _ = self._open_batch
         with self.drawing(step, train):
             for shard in self.local_shards(samples, train):
                 generator.manual_seed(seed_of(self.seed, step, shard, train))
@@ -404,98 +508,123 @@ class Shards:
 
     @contextlib.contextmanager
     def drawing(self, step: int, train: bool) -> Iterator[None]:
-        """Has torch's generator seeded for what all ranks do alike; afterwards it is what it
-        was.
+        """Seeds torch's generator for a computation that is the same on all ranks, and restores it
+        after the block.
         """
-        drawn = generator.get_state()
+        state_before = generator.get_state()
         generator.manual_seed(seed_of(self.seed, step, ALL_SHARDS, train))
         try:
             yield
         finally:
-            generator.set_state(drawn)
+            generator.set_state(state_before)
 
     def count(self, loss: float, *metrics: float) -> None:
-        """BatchSums over the samples of the shard that is being run."""
+        """Sets the sums over the samples of the shard that is being run."""
         self._sums[: 1 + len(metrics)] = loss, *metrics
 
-    def _enter(self, gradients: list[torch.Tensor]) -> list[int]:
-        for (_, p), place in zip(self.arena.named, gradients, strict=False):
-            p.grad = place
-        self.norms.put_back()
-        return [g._version for g in gradients]
+    def _prepare_shard(self, gradients: list[torch.Tensor]) -> list[int]:
+        """Sets the gradients of parameters to these views, and statistics to their values before
+        the step.
 
-    def _reached(self, gradients: list[torch.Tensor], versions: list[int]) -> list[float]:
-        """By parameter, whether the shard that has run reached it."""
-        reach = []
-        for (name, p), place, version in zip(self.arena.named, gradients, versions, strict=False):
-            if p.grad is not place:
+        Returns the versions of the views, which torch raises with each write into them.
+        """
+        for (_, parameter), gradient in zip(self.arena.named, gradients, strict=False):
+            parameter.grad = gradient
+        self.norms.put_back()
+        return [gradient._version for gradient in gradients]
+
+    def _find_reached(self, gradients: list[torch.Tensor], versions: list[int]) -> list[float]:
+        """Returns 1 for each parameter that the shard just run reached, else 0.
+
+        Raises LoopError: the loop replaced a gradient.
+        """
+        reached = []
+        for (name, parameter), gradient, version in zip(
+            self.arena.named, gradients, versions, strict=False
+        ):
+            if parameter.grad is not gradient:
                 raise LoopError(
                     f"[torch] the gradient of {name} was replaced while a shard was run: call "
-                    "zero_grad() before the "
-                    "shards, clip and step after them"
+                    "zero_grad() before the shards, clip and step after them"
                 )
-            reach.append(float(place._version != version))
-        return reach
+            reached.append(float(gradient._version != version))
+        return reached
 
-    def _leave(self, flat: torch.Tensor, n: int) -> list[float]:
-        """The statistics that a shard made go behind its gradients; by how much it raised the
-        counters.
+    def _store_buffers(self, flat: torch.Tensor, samples: int) -> list[float]:
+        """Writes the statistics after a shard behind its gradients in `flat`.
+
+        If backward() was of the mean of the losses, it also makes the gradients those of their sum.
+        Returns by how much the shard raised each counter.
         """
         norms = self.norms
-        (statistics, changed) = self._places[:2]
+        layout = self._layout
         if self.mean:
-            flat[:statistics].mul_(n)
+            flat[: layout.statistics].mul_(samples)
         if norms.floats:
-            torch.mul(self.running, float(n), out=flat[statistics : statistics + norms.floats])
-            flat[changed : changed + norms.floats] = (self.running != self.kept).float()
+            weighted = flat[layout.statistics : layout.changed]
+            torch.mul(self.running, float(samples), out=weighted)
+            flat[layout.changed : layout.sums] = (self.running != self.kept).float()
         return [
-            float(int(b) - count)
-            for (_, b), count in zip(norms.counters, norms.counts, strict=True)
+            float(int(counter) - count)
+            for (_, counter), count in zip(norms.counters, norms.counts, strict=True)
         ]
 
     def sums(self) -> BatchSums:
-        """Completes the sums over all ranks, and the mean gradient; `settle` is for after them.
+        """Completes the sums over all ranks and the mean gradient; a collective call.
 
-        A collective call. Raises what a rank's part failed with: on all ranks; nothing was changed.
+        Afterwards the caller updates the parameters and calls `settle`. If a rank's part failed,
+        all ranks raise its error, and nothing was changed.
         """
-        _, train, part = self._batch
-        result = self._complete()
-        arena = self.arena
-        norms = self.norms
-        statistics, changed, sums = self._places[:3] if train else (0, 0, 0)
-        if train and (part.error is not None or math.isnan(result[sums + 1])):
-            self.settle(False)
-        part.end(float(result[sums + 1]))
-        loss, samples, *metrics = result[sums : sums + SUMS].tolist()
+        _, train, outcome = self._open_batch
+        result = self._complete_sums()
+        sums_at = self._layout.sums if train else 0
+        samples_at = sums_at + 1  # NaN if a rank failed
+        if train and (outcome.error is not None or math.isnan(result[samples_at])):
+            self.settle(step_taken=False)
+        outcome.end(float(result[samples_at]))
+        loss, samples, *metrics = result[sums_at : sums_at + SUMS].tolist()
         if not train:
             return BatchSums(loss, samples, metrics)
-        flags = result[sums + SUMS : self._places[-1]].tolist()
-        if norms.floats:
-            n = norms.floats
-            mean = result[statistics : statistics + n] / samples
-            self.merged = torch.where(result[changed : changed + n] > 0, mean, self.kept)
-        raised = [math.ceil(total / self._count) for total in flags[arena.trained :]]
-        self._counts = [count + by for count, by in zip(norms.counts, raised, strict=True)]
-        self._divide(result, samples)
-        return BatchSums(loss, samples, metrics, [f > 0 for f in flags[: arena.trained]])
+        self._merge_buffers(result, samples)
+        self._store_mean(result, samples)
+        layout = self._layout
+        reached_by = result[layout.reached : layout.counters].tolist()  # so many shards
+        return BatchSums(loss, samples, metrics, [shards > 0 for shards in reached_by])
 
-    def _complete(self) -> torch.Tensor:
-        """The sums over all shards: gradients, and what goes behind them."""
-        prepared, _, part = self._batch
-        part.tell()
+    def _merge_buffers(self, result: torch.Tensor, samples: float) -> None:
+        """Computes the values of statistics and counters after the step, for `settle`.
+
+        Statistics become the mean over the samples, and stay as they are if no shard changed them.
+        Counters rise by the mean over the shards, rounded up.
+        """
+        norms = self.norms
+        layout = self._layout
+        if norms.floats:
+            mean = result[layout.statistics : layout.changed] / samples
+            changed = result[layout.changed : layout.sums] > 0
+            self.merged = torch.where(changed, mean, self.kept)
+        totals = result[layout.counters : layout.end].tolist()
+        raised = [math.ceil(total / self._shard_count) for total in totals]
+        self._counts_after = [count + by for count, by in zip(norms.counts, raised, strict=True)]
+
+    def _complete_sums(self) -> torch.Tensor:
+        """Returns the sums of the results of all shards (see `SumsLayout`); a collective call."""
+        prepared, _, outcome = self._open_batch
+        outcome.tell()  # before the exchange: the sums of a rank that failed say so
         prepared.reduction.start()
         prepared.reduction.finish()
         return prepared.result
 
-    def _divide(self, result: torch.Tensor, samples: float) -> None:
-        """Makes the mean gradient of the sum."""
-        torch.div(result[: self._places[0]], samples, out=self.gradient)
+    def _store_mean(self, result: torch.Tensor, samples: float) -> None:
+        """Divides the sum of the gradients by the number of samples, into `gradient`."""
+        torch.div(result[: self._layout.statistics], samples, out=self.gradient)
 
     def settle(self, step_taken: bool = True) -> None:
-        """The buffers of normalisations become those after the step, or those before it where it
-        was not taken.
+        """Sets the buffers of normalisations to their values after the step.
+
+        step_taken: False gives them their values before the step.
         """
         if not step_taken:
             self.norms.put_back()
-        elif self.norms.floats or self._counts:
-            self.norms.settle(self.merged if self.norms.floats else None, self._counts)
+        elif self.norms.floats or self._counts_after:
+            self.norms.settle(self.merged if self.norms.floats else None, self._counts_after)

@@ -4,62 +4,86 @@ on any number of them; and what decides its bits, compared between ranks and wit
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import hashlib
-from collections.abc import Iterator
+import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from ..capture import Capture, mark
 from ..checkpoints import Snapshot
 from ..core import fingerprint
 from ..errors import CheckpointError, ConfigError
+from ..nn import settings as of_modules
 from ..parallel import Strategy
-from ..settings import of_checkpoint
-from ..train import Sharing, as_json, check_replicas, resume
-from .arena import ModuleArena
-from .changing import ModuleSettings
-from .generators import Orders
-from .shards import Shards, described, environment
+from ..settings import Training, of_checkpoint
+from ..train import CAPTURED, BatchSharing, as_json, resume
+from .changing import share
+from .feed import ModuleFeed
+from .optimizer_state import SavedState, merged
+from .shards import described, environment
+from .stepper import ModuleStepper
+
+# the file of a checkpoint with the arrays of values of the optimizer that are not plain tensors
+OPTIMIZER_VALUES = "optimizer_values"
 
 
-class TrainerState(Sharing):
-    """The part of a DistributedTrainer that is about its state; checkpoints/trainable.py says
-    what each method does.
+class ModuleState:
+    """The state of a training of a torch module: taken, put back, and looked at.
+
+    checkpoints/trainable.py says what each method does that a trainer has as well.
+
+    Args:
+        stepper: has the module, the optimizer, their memory and the shards.
+        capture: knows the state beyond weights.
+        sharing: has the shard size.
+        feed: has the description of the data, and the order of samples.
+        strategy: how gradients are summed.
+        deterministic: "error" or "warn", as the trainer was given it.
+        settings: of the trainer.
+        say: tells the user a line.
     """
 
-    strategy: Strategy
-    module: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: Any
-    per_epoch: bool
-    loss: Any
-    gather: bool
-    arena: ModuleArena
-    shards: Shards
-    deterministic: str
-    zero: int
-    _given: dict[str, Any]
-    _scheduled: int
-    _orders: Orders  # of the latest fit()
-    _built: ModuleSettings
-    _first: list[str]  # names of the parameters that are trained, as the trainer was made
+    def __init__(
+        self,
+        *,
+        stepper: ModuleStepper,
+        capture: Capture,
+        sharing: BatchSharing,
+        feed: ModuleFeed,
+        strategy: Strategy,
+        deterministic: str,
+        settings: Training,
+        say: Callable[[str], None],
+    ) -> None:
+        self.stepper = stepper
+        self.module = stepper.module
+        self.optimizer = stepper.optimizer
+        self.scheduler = stepper.scheduler
+        self.shards = stepper.shards
+        self.arena = stepper.arena
+        self.parts = stepper.parts
+        self.partial = stepper.partial
+        self.comm = stepper.comm
+        self.capture = capture
+        self.sharing = sharing
+        self.feed = feed
+        self.strategy = strategy
+        self.deterministic = deterministic
+        self.settings = settings
+        self.say = say
+        self.description = self._describe()
+        # names of the parameters that are trained, as the trainer was created
+        self._first_trained = self.parts.trained
+        # the version of the parts that these are of, and fingerprints of gradients and weights
+        self._prints: tuple[int, fingerprint.Runs, fingerprint.Runs] | None = None
 
     @property
-    def partial(self) -> bool:
-        return self.zero > 1 and self.comm.size > 1
-
-    @contextlib.contextmanager
-    def gathered(self) -> Iterator[nn.Module]:
-        """The module with all of its parameters, for what a program or callback does with them;
-        a collective call with zero=3, where ranks have them in parts. What it writes into
-        them must be the same on all ranks.
-        """
-        with self.shards.whole():
-            yield self.module
+    def in_parts(self) -> bool:
+        return self.parts.in_parts
 
     def memory(self) -> dict[str, int]:
         """Bytes that training takes on this rank: parameters, gradients and their reduction,
@@ -67,33 +91,26 @@ class TrainerState(Sharing):
         reverse of their order.
         """
         parameters, gradients = self.shards.nbytes
-        state = [
-            v
-            for some in self.optimizer.state.values()
-            for v in some.values()
-            if isinstance(v, torch.Tensor)
-        ]
         return {
             "parameters": parameters,
             "gradients": gradients,
-            "optimizer": sum(v.nbytes for v in state),
+            "optimizer": self.parts.nbytes,
         }
 
-    def _description(self) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
         """The training as it was given: what must be alike on all ranks, and when it goes on."""
-        names = {id(p): name for name, p in self.arena.named}
-        groups = [
-            [[names[id(p)] for p in group["params"]], _hyper(group)]
-            for group in self.optimizer.param_groups
-        ]
-        scheduler = None if self.scheduler is None else _plain(self.scheduler.state_dict())
+        self.parts.normalize_groups()
+        optimizer = self.parts.state
+        groups = list(zip(optimizer.group_names(), optimizer.describe_groups(), strict=True))
+        state = {} if self.scheduler is None else self.scheduler.state_dict()
+        scheduler = {str(key): mark(value) for key, value in state.items()}
         return as_json(
             {
                 **described(self.arena),
                 "optimizer": [type(self.optimizer).__name__, groups],
-                "scheduler": [type(self.scheduler).__name__, self.per_epoch, scheduler],
-                "loss": getattr(self.loss, "__name__", type(self.loss).__name__)
-                + ", gathered" * self.gather,
+                "scheduler": [type(self.scheduler).__name__, self.stepper.per_epoch, scheduler],
+                "loss": getattr(self.stepper.loss, "__name__", type(self.stepper.loss).__name__)
+                + ", gathered" * self.stepper.gather,
                 "deterministic algorithms": self.deterministic,
             }
         )
@@ -102,38 +119,30 @@ class TrainerState(Sharing):
         return as_json(
             {
                 **environment(),
-                **self._given,
-                "shard size": self.shard_size,
-                "precision": self.precision,
+                **self.description,
+                "shard size": self.sharing.shard_size,
+                "precision": self.settings.precision,
                 "reduction": "tree" if self.strategy.same_bits else repr(self.strategy),
                 **of_checkpoint(self.settings),
-                **(self.data_configuration or {"accumulation": self.accumulation_steps}),
+                **(self.feed.configuration or {"accumulation": self.settings.accumulation_steps}),
             }
         )
-
-    @functools.cached_property
-    def _prints(self) -> tuple[fingerprint.Runs, fingerprint.Runs]:
-        arena = self.arena
-        lo = self.arena.end(self.arena.held.start)
-        weights = self.shards.kept_parameters()
-        if arena.norms.floats and not (self.partial and self.comm.rank):
-            weights.append((arena.norms.running.ctypes.data, arena.norms.floats, arena.extent))
-        return fingerprint.Runs(
-            [(arena.grads.ctypes.data, arena.grads.size, lo)]
-        ), fingerprint.Runs(weights)
 
     def fingerprints(self) -> tuple[int, int]:
         """Returns those of the mean gradients of the last step, and of parameters and running
         statistics.
         """
-        gradients, weights = self._prints
-        return gradients(), weights()
-
-    def check_replicas(self) -> None:
-        arena = self.arena
-        # with zero=3 the latter alone
-        own = [fingerprint.of(array) for array in (arena.params, arena.norms.running)]
-        check_replicas(self.comm, self.steps, {"weights": fingerprint.hash_of(own)})
+        version = self.parts.version
+        if self._prints is None or self._prints[0] != version:
+            arena = self.arena
+            weights = self.shards.kept_parameters()
+            if arena.norms.floats and not (self.partial and self.comm.rank):
+                weights.append((arena.norms.running.ctypes.data, arena.norms.floats, arena.extent))
+            start = arena.end(arena.held.start)
+            gradients = [(arena.grads.ctypes.data, arena.grads.size, start)]
+            self._prints = version, fingerprint.Runs(gradients), fingerprint.Runs(weights)
+        _, gradient_prints, weight_prints = self._prints
+        return gradient_prints(), weight_prints()
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Parameters and buffers by name, copies; tied parameters once. Collective with zero=3."""
@@ -178,116 +187,14 @@ class TrainerState(Sharing):
         with self.shards.whole():
             arrays = {f"weight {n}": p.detach().numpy().copy() for n, p in self.arena.named}
         arrays.update((f"buffer {n}", b.detach().numpy().copy()) for n, b in self.arena.buffers)
-        for key, value in self._optimizer_state().items():
-            state, _, name = key.partition("/")
-            arrays[f"optimizer {state} of {name}"] = np.array(value)
+        optimizer = self.parts.gathered()
+        for key, value in {**optimizer.numbers, **optimizer.arrays, **optimizer.tensors}.items():
+            state, slash, name = key.partition("/")
+            if isinstance(value, (dict, list, str)):  # its arrays have other keys
+                value = np.frombuffer(json.dumps(value).encode(), np.uint8)
+            if slash and value is not None:
+                arrays[f"optimizer {state} of {name}"] = np.array(value)
         return arrays
-
-    # --- what may change while it runs ---
-
-    def standing(self) -> dict[str, Any]:
-        groups = {
-            f"group {i} of the optimizer": _hyper(g)
-            for i, g in enumerate(self.optimizer.param_groups)
-        }
-        written = self.arena.norms.written.items()
-        prints = {
-            f"the fingerprint of values written into {name} between steps": value
-            for name, value in written
-        }
-        return {**groups, "clip_norm": self.clip_norm, **self._built.values(), **prints}
-
-    def check_alike(self) -> None:
-        self._built.share(self.comm)
-        with contextlib.suppress(ConfigError):  # the next step raises it, on all ranks
-            self.arena.norms.take_over()
-        super().check_alike()
-
-    @property
-    def _trained(self) -> list[str]:
-        """The names of the parameters that have places for gradients."""
-        return [name for name, _ in self.arena.named[: self.arena.trained]]
-
-    def _arrange(self, trained: list[str]) -> None:
-        """Has places for the gradients of these; a collective call with zero, where others own
-        them then.
-        """
-        state = self._optimizer_state() if self.zero else {}
-        self.shards.arrange(trained)
-        for name in ("_prints", "_runs"):
-            vars(self).pop(name, None)
-        if self.zero:
-            with self.shards.holding():
-                made = self._state_of(state)
-            self.optimizer.state.clear()
-            self.optimizer.state.update(made)
-
-    def _unfreeze(self) -> None:
-        """Parameters that a callback has unfrozen get places for their gradients."""
-        if any(p.requires_grad for _, p in self.arena.named[self.arena.trained :]):
-            found = {name for name, p in self.arena.named if p.requires_grad} | set(self._trained)
-            self._arrange([name for name, _ in self.arena.named if name in found])
-
-    # --- the optimizer's state, of which with zero=1 each rank has a part ---
-
-    @functools.cached_property
-    def _runs(self) -> list[range]:
-        """The trained parameters that each rank updates: with zero=1 a run of them, else all."""
-        trained = self.arena.trained
-        ranks = self.comm.size
-        return self.arena.shares(0, trained, ranks) if self.zero else [range(trained)] * ranks
-
-    @property
-    def owned(self) -> range:
-        """Returns the parameters that this rank updates; its optimizer may have state of others,
-        and never uses it.
-        """
-        return self._runs[self.comm.rank]
-
-    @property
-    def ranges(self) -> list[tuple[int, int]]:
-        """The floats of the parameters that each rank updates with zero=1."""
-        return [(self.arena.end(r.start), self.arena.end(r.stop)) for r in self._runs]
-
-    @property
-    def _kept(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters whose state this rank keeps."""
-        return self.arena.named[self.owned.start : self.owned.stop]
-
-    @property
-    def in_parts(self) -> bool:
-        return self.zero > 0 and self.comm.size > 1
-
-    def _optimizer_state(self, parts: bool = False) -> dict[str, Any]:
-        """Arrays and numbers as "STATE/NAME", whole, or of the arrays this rank's; a collective
-        call with zero=1.
-        """
-        found: dict[str, Any] = {}
-        for name, p in self._kept:
-            for key, value in self.optimizer.state.get(p, {}).items():
-                if isinstance(value, torch.Tensor):
-                    found[f"{key}/{name}"] = value.detach().cpu().numpy()
-                elif isinstance(value, (int, float, bool)):
-                    found[f"{key}/{name}"] = value
-                elif value is not None:
-                    raise ConfigError(
-                        f"[torch] {type(self.optimizer).__name__} keeps {key} of {name} as a "
-                        f"{type(value).__name__}; "
-                        "checkpoints hold tensors and numbers"
-                    )
-        if not self.in_parts:
-            return found
-        whole: dict[str, Any] = {}
-        sent = {
-            key: value
-            for key, value in found.items()
-            if not (parts and isinstance(value, np.ndarray))
-        }
-        for rank in range(self.comm.size):
-            whole.update(resume.spread(self.comm, sent, rank))
-        whole.update(found)
-        order = {name: i for i, (name, _) in enumerate(self.arena.named)}
-        return dict(sorted(whole.items(), key=lambda item: order[item[0].partition("/")[2]]))
 
     @property
     def state_bytes(self) -> int:
@@ -297,51 +204,50 @@ class TrainerState(Sharing):
         return 12 * self.arena.extent + 4 * self.arena.norms.floats
 
     def state(self, values: dict[str, Any], parts: bool = False) -> Snapshot | None:
-        optimizer = self._optimizer_state(parts)
-        arrays = {key: v for key, v in optimizer.items() if isinstance(v, np.ndarray)}
-        self._built.share(self.comm)
-        parameters = self._parameters(parts)
-        if self.comm.rank != 0:
-            return (
-                Snapshot(self.steps, {"parameters": parameters, "optimizer": arrays})
-                if parts
-                else None
-            )
-        names = {id(p): name for name, p in self.arena.named}
+        self.parts.normalize_groups()
+        group_names = self.parts.state.group_names()
+        optimizer = self.parts.gathered(parts)
+        share(self.comm, self.capture)
+        captured_arrays: dict[str, np.ndarray] = {}
+        group_arrays: dict[str, np.ndarray] = {}
+        with resume.on_all_ranks(self.comm):
+            captured = self.capture.state(captured_arrays) if self.comm.rank == 0 else None
+            groups = self.parts.state.encode_groups(group_arrays)
         arrays = {
-            "parameters": parameters,
+            "parameters": self._parameters(parts),
+            "optimizer": optimizer.tensors,
+            OPTIMIZER_VALUES: optimizer.arrays,
+        }
+        if self.comm.rank != 0:
+            return Snapshot(self.stepper.steps, arrays) if parts else None
+        arrays |= {
             "buffers": {name: b.detach().numpy() for name, b in self.arena.buffers},
-            "optimizer": arrays,
-            "generators": self._orders.state(),
+            OPTIMIZER_VALUES: {**optimizer.arrays, **group_arrays},
+            "generators": self.feed.orders.state(),
+            CAPTURED: captured_arrays,
         }
         return Snapshot(
-            step=self.steps,
+            step=self.stepper.steps,
             arrays={stem: tensors for stem, tensors in arrays.items() if tensors},
             values={
                 "configuration": self.configuration(),
                 "optimizer": {
-                    "groups": [_hyper(group) for group in self.optimizer.param_groups],
-                    "names": [
-                        [names[id(p)] for p in group["params"]]
-                        for group in self.optimizer.param_groups
-                    ],
-                    "numbers": {
-                        key: v for key, v in optimizer.items() if not isinstance(v, np.ndarray)
-                    },
+                    "typed": True,  # as capture/values.py has values, not as plain JSON
+                    "groups": groups,
+                    "names": group_names,
+                    "numbers": optimizer.numbers,
+                    "others": optimizer.others,
                 },
-                "scheduler": None
-                if self.scheduler is None
-                else _plain(self.scheduler.state_dict()),
-                "scheduled": self._scheduled,
+                "captured": captured,
+                "scheduled": self.stepper.scheduled,
                 "changed": {
-                    "clip_norm": self.clip_norm,
-                    "modules": self._built.changed(),
+                    "clip_norm": self.stepper.clip_norm,
                     "trained": []
-                    if set(self._trained) == set(self._first)
-                    else sorted(self._trained),
+                    if set(self.parts.trained) == set(self._first_trained)
+                    else sorted(self.parts.trained),
                 },
                 "ranks": self.comm.size,
-                "layout": f"{self.comm.size} ranks, zero {self.zero}",
+                "layout": f"{self.comm.size} ranks, zero {self.settings.zero}",
                 **values,
             },
         )
@@ -371,33 +277,35 @@ class TrainerState(Sharing):
         now = self.configuration()
         if not isinstance(saved, dict) or "torch version" not in saved:
             raise ConfigError(f"[resume] {name} is not of a PyTorch module; name another directory")
-        size = saved.get("shard size") if self.shard_size is None else self.shard_size
-        if saved.get("shard size") is None or self.shard_size is None:
+        size = (
+            saved.get("shard size") if self.sharing.shard_size is None else self.sharing.shard_size
+        )
+        if saved.get("shard size") is None or self.sharing.shard_size is None:
             now.pop("shard size")
+        is_compiled = now.pop("torch.compile")
+        if saved.get("torch.compile", is_compiled) != is_compiled:
+            self.say(
+                f"[resume] {name} was made {'without' if is_compiled else 'with'} torch.compile, "
+                f"this module is {'' if is_compiled else 'not '}compiled: results may differ in "
+                "their last bits from here on"
+            )
+        if "captured" not in values:  # before 0.3, the scheduler was described in another way
+            saved = {**saved, "scheduler": saved.get("scheduler", [])[:2]}
+            now["scheduler"] = now["scheduler"][:2]
         resume.check(saved, now, name)
         tensors = self._weights_of(snapshot, name)
+        optimizer = values.get("optimizer")
+        self.parts.check_saved(optimizer, name)
         try:
-            norm = self.clip_norm
-            modules = None
+            norm = self.stepper.clip_norm
             if changed := values.get("changed"):  # 0.2.0 kept none: settings are left as they are
                 norm = changed["clip_norm"]
-                modules = changed["modules"]
-                trained = changed["trained"] or self._first
-                if set(trained) != set(self._trained):
+                trained = changed["trained"] or self._first_trained
+                if set(trained) != set(self.parts.trained):
                     self.optimizer.state.clear()  # it is replaced below
-                    self._arrange(list(trained))
-            groups = values["optimizer"]["groups"]
-            numbers = values["optimizer"]["numbers"]
-            if "names" in values["optimizer"]:
-                self._regroup(groups, values["optimizer"]["names"])
-            with self.shards.holding():  # strides of states are those of parameters
-                state = self._state_of({**arrays.get("optimizer", {}), **numbers})
-            scheduler = values["scheduler"]
+                    self.parts.arrange(list(trained))
+            state, groups = self._read_optimizer(optimizer, arrays)
             scheduled = int(values["scheduled"])
-            hyper = [
-                _merged(_hyper(g), new)
-                for g, new in zip(self.optimizer.param_groups, groups, strict=True)
-            ]
         except (KeyError, TypeError, ValueError) as problem:
             raise CheckpointError(
                 f"[resume] {name}: its optimizer is not complete: {problem}"
@@ -408,20 +316,45 @@ class TrainerState(Sharing):
                 "now: with this "
                 "reduction the bits depend on it, so the training goes on with others"
             )
+        self.parts.state.regroup(groups, optimizer.get("names"))
         self._take(tensors)
-        self.optimizer.state.clear()
-        self.optimizer.state.update(state)
-        for group, new in zip(self.optimizer.param_groups, hyper, strict=True):
-            group.update(new)
+        self.parts.state.replace(state)
+        self.stepper.scheduled = scheduled
+        if "captured" in values:
+            self.restore_captured(snapshot, name, final=False)
+        else:
+            self._restore_older(values, name)
+        self.stepper.clip_norm = None if norm is None else float(norm)
+        self.feed.orders.load(arrays.get("generators", {}), name)
+        self.sharing.shard_size = size
+        self.stepper.steps = snapshot.step
+
+    def restore_captured(self, snapshot: Snapshot, name: str, final: bool) -> None:
+        """Restores what the walk has captured; checkpoints before 0.3 have nothing of it.
+
+        final: see `Capture.restore`.
+        """
+        saved = snapshot.values.get("captured")
+        if saved is not None:
+            self.capture.restore(saved, snapshot.arrays.get(CAPTURED, {}), name, final)
+
+    def _restore_older(self, values: dict[str, Any], name: str) -> None:
+        """Restores the scheduler, and settings of modules, from a checkpoint before 0.3."""
         if self.scheduler is not None:
-            self.scheduler.load_state_dict(_merged(self.scheduler.state_dict(), scheduler))
-        self._scheduled = scheduled
-        if modules is not None:
-            self._built.restore(modules, name)
-        self.clip_norm = None if norm is None else float(norm)
-        self._orders.load(arrays.get("generators", {}), name)
-        self.shard_size = size
-        self.steps = snapshot.step
+            state = merged(self.scheduler.state_dict(), values.get("scheduler"))
+            self.scheduler.load_state_dict(state)
+        roots = {"module": self.module, "loss": self.stepper.loss}
+        by_root: dict[str, dict[str, Any]] = {}
+        for key, value in values.get("changed", {}).get("modules", {}).items():
+            root, _, path = key.partition(".")
+            by_root.setdefault(root, {})[path] = of_modules.decoded(value)
+        for root, saved in by_root.items():
+            try:
+                of_modules.restore(roots[root], saved)
+            except (AttributeError, KeyError, TypeError, ValueError) as problem:
+                raise CheckpointError(
+                    f"[resume] {name}: settings of the {root} can't be restored: {problem}"
+                ) from problem
 
     def load_weights(self, snapshot: Snapshot, name: str) -> None:
         self._take(self._weights_of(snapshot, name))
@@ -454,67 +387,16 @@ class TrainerState(Sharing):
         self.arena.norms.keep()
         self.arena.norms.written.clear()
 
-    def _regroup(self, groups: list[dict[str, Any]], names: list[list[str]]) -> None:
-        """Gives the optimizer the groups that were added to it before a checkpoint, and no
-        others.
+    def _read_optimizer(
+        self, saved: dict[str, Any], arrays: dict[str, dict[str, Any]]
+    ) -> tuple[dict[Any, Any], list[dict[Any, Any]]]:
+        """Returns the state of the optimizer in a checkpoint, and the groups' hyperparameters.
+
+        saved: the optimizer's part of the checkpoint's values. arrays: all of the checkpoint.
+
+        Raises KeyError, TypeError or ValueError: the checkpoint is damaged.
         """
-        own = self.optimizer.param_groups
-        parameters = dict(self.arena.named)
-        del own[len(groups) :]
-        for hyper, wanted in zip(groups[len(own) :], names[len(own) :], strict=True):
-            made = _merged(self.optimizer.defaults, hyper)  # whose tuples are tuples
-            self.optimizer.add_param_group(
-                {**made, "params": [parameters[name] for name in wanted]}
-            )
-
-    def _state_of(self, given: dict[str, Any]) -> dict[Any, dict[str, Any]]:
-        """The optimizer's state by parameter, of what this rank keeps."""
-        mine = dict(self._kept)
-        known = {name for name, _ in self.arena.named[: self.arena.trained]}
-        state: dict[Any, dict[str, Any]] = {}
-        for key, value in given.items():
-            what, _, name = key.partition("/")
-            if name not in known:
-                raise KeyError(key)
-            if name not in mine:
-                continue
-            p = mine[name]
-            if not isinstance(value, (int, float)):
-                like = torch.from_numpy(np.array(value))
-                value = (
-                    torch.empty_like(p, dtype=like.dtype).copy_(like)
-                    if like.shape == p.shape
-                    else like
-                )
-            state.setdefault(p, {})[what] = value
-        return state
-
-
-def _hyper(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's hyperparameters."""
-    return {k: v for k, v in group.items() if k != "params" and _is_plain(v)}
-
-
-def _plain(value: Any) -> Any:
-    """The part of a state that JSON has, and gives back as it was."""
-    if isinstance(value, dict):
-        named = {k: v for k, v in value.items() if isinstance(k, str)}
-        return {k: _plain(v) for k, v in named.items() if _is_plain(v)}
-    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(k, str) for k in value)
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (int, float, bool, str)
-
-
-def _merged(own: Any, saved: Any) -> Any:
-    """A state with the values that were saved, where JSON had them; tuples are tuples again."""
-    if isinstance(own, dict) and isinstance(saved, dict):
-        return {**own, **{k: _merged(own.get(k), v) for k, v in saved.items()}}
-    if isinstance(own, (list, tuple)) and isinstance(saved, list) and len(own) == len(saved):
-        return type(own)(_merged(a, b) for a, b in zip(own, saved, strict=True))
-    return saved
+        value_arrays = arrays.get(OPTIMIZER_VALUES, {})
+        others = saved.get("others", [])  # missing before version 0.3
+        state = SavedState(arrays.get("optimizer", {}), saved["numbers"], others, value_arrays)
+        return self.parts.decode(state), self.parts.state.decode_groups(saved, value_arrays)

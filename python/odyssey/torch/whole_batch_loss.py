@@ -1,10 +1,10 @@
-"""A loss over all outputs of a batch whose shards ran apart, on any ranks: two passes
+"""A loss over all outputs of a batch whose shards run separately, on any ranks. It takes two passes
 (GradCache, Gao et al. 2021).
 
-The first pass gives the outputs, which all ranks get, joined in the order of the samples. Each rank
-that has shards computes the same loss of them and its gradients; in the second pass a shard runs
-again, with the same random numbers, and these are propagated through it. What it is not: for losses
-inside of modules, which see the samples of a shard.
+The first pass computes the outputs. All ranks get them, joined in the order of the samples. Each
+rank that has shards computes the same loss of all outputs, and its gradients of them. In the second
+pass each shard runs again with the same random numbers, and backward() starts from these gradients.
+A loss inside a module isn't supported: it sees the samples of one shard only.
 """
 
 from __future__ import annotations
@@ -22,62 +22,73 @@ from .objects import packed, unpacked
 
 
 class Outputs:
-    """Outputs of this rank's shards in the first pass. spec: the tree (output, targets), whose
-    first `output_leaves` leaves are the output's.
+    """The outputs and targets of this rank's shards in the first pass.
+
+    shards: the leaves of the tree (output, targets), by (first sample, one past the last).
+    spec: the form of that tree. output_leaves: how many of its leaves, the first, are the output's.
     """
 
     def __init__(self) -> None:
-        # leaves by (first sample, one past the last)
         self.shards: dict[tuple[int, int], list[Any]] = {}
         self.spec: Any = None
         self.output_leaves = 0
 
     def add(self, lo: int, hi: int, out: Any, y: Any) -> None:
-        """Keeps those of a shard, without what backward() would need."""
+        """Keeps the output and targets of a shard, without the graph for backward()."""
         leaves, self.spec = pytree.tree_flatten((out, y))
         self.output_leaves = len(pytree.tree_leaves(out))
         self.shards[lo, hi] = [t.detach() if isinstance(t, torch.Tensor) else t for t in leaves]
 
     def exchanged(self, comm: Communicator, failed: bool) -> list[Any] | None:
-        """[first, one past the last, tensors] of all shards in order; None: a rank has failed.
+        """Sends the tensors of this rank's shards to all ranks; a collective call.
 
-        A collective call.
+        failed: True if this rank's first pass failed.
+
+        Returns [first sample, one past the last, tensors] of the shards of all ranks in order, or
+        None if a rank has failed.
         """
         local_shards = [
-            [*span, [packed(t) for t in leaves if isinstance(t, torch.Tensor)]]
-            for span, leaves in self.shards.items()
+            [lo, hi, [packed(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]]
+            for (lo, hi), leaves in self.shards.items()
         ]
-        everyone = [spread(comm, [failed, local_shards], rank) for rank in range(comm.size)]
+        rank_results = [spread(comm, [failed, local_shards], rank) for rank in range(comm.size)]
         shards = [
-            [lo, hi, [unpacked(t) for t in tensors]]
-            for _, its in everyone
-            for lo, hi, tensors in its
+            [lo, hi, [unpacked(tensor) for tensor in tensors]]
+            for _, rank_shards in rank_results
+            for lo, hi, tensors in rank_shards
         ]
-        return (
-            None if any(its for its, _ in everyone) else sorted(shards, key=lambda shard: shard[:2])
-        )
+        if any(rank_failed for rank_failed, _ in rank_results):
+            return None
+        return sorted(shards, key=lambda shard: shard[:2])
 
 
 class WholeBatchLoss:
-    """The loss of all outputs of a batch, and its gradients of them. loss: of (output, targets).
-    scale: what it is multiplied with for the gradients; None: they are not needed. Raises
-    ConfigError: the shards' outputs cannot be joined.
+    """The loss of all outputs of a batch, and its gradients of them.
+
+    Args:
+        outputs: of this rank's shards.
+        shards: of all ranks, as `Outputs.exchanged` returns them.
+        loss: a function of (output, targets).
+        scale: a factor for the gradients; None if they aren't needed.
+
+    Raises:
+        ConfigError: The outputs of the shards can't be joined.
     """
 
     def __init__(
         self, outputs: Outputs, shards: list[Any], loss: Callable[[Any, Any], Any], scale: Any
     ) -> None:
         self.outputs = outputs
-        leaves = list(next(iter(outputs.shards.values())))
-        places = [i for i, t in enumerate(leaves) if isinstance(t, torch.Tensor)]
+        leaves = list(next(iter(outputs.shards.values())))  # any shard's; tensors are replaced
+        tensor_leaves = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         if len({len(tensors) for _, _, tensors in shards}) > 1:
             raise ConfigError(
                 "[torch] gather=True: forward() gives other numbers of tensors for some shards"
             )
-        for k, i in enumerate(places):
-            leaves[i] = _join([(hi - lo, tensors[k]) for lo, hi, tensors in shards])
+        for k, i in enumerate(tensor_leaves):
+            leaves[i] = _join_tensors([(hi - lo, tensors[k]) for lo, hi, tensors in shards])
         self._gradient_leaves = [
-            i for i in places if i < outputs.output_leaves and leaves[i].is_floating_point()
+            i for i in tensor_leaves if i < outputs.output_leaves and leaves[i].is_floating_point()
         ]
         for i in self._gradient_leaves:
             leaves[i].requires_grad_(scale is not None)
@@ -89,42 +100,53 @@ class WholeBatchLoss:
             )
 
     def backward(self, lo: int, hi: int, out: Any) -> None:
-        """The second pass of a shard.
+        """Runs backward() of a shard from the gradients of its outputs.
 
-        Raises ConfigError: it is not what the first one gave, or has no gradient.
+        lo, hi: the first sample of the shard, and one past the last. out: its output in the second
+        pass.
+
+        Raises ConfigError: the output differs from that of the first pass, or the loss doesn't
+        depend on it.
         """
         leaves = pytree.tree_leaves(out)
         first_leaves = self.outputs.shards[lo, hi]
-        ends = []
+        tensors = []
         gradients = []
         for i, gradient in zip(self._gradient_leaves, self._gradients, strict=True):
-            t = leaves[i]
-            if not torch.equal(t, first_leaves[i]) and not bool(t.isnan().any()):
+            tensor = leaves[i]
+            if not torch.equal(tensor, first_leaves[i]) and not bool(tensor.isnan().any()):
                 raise ConfigError(
                     "[torch] gather=True: forward() gives other outputs when it runs again on "
                     "the same samples; draw "
                     "from torch's generator alone, and keep nothing from call to call"
                 )
-            if gradient is None or not t.requires_grad or (not t.dim() and lo):
-                continue  # a number is of the parameters alone, so one shard answers for it
-            ends.append(t)
-            gradients.append(gradient[lo:hi] if t.dim() else gradient)
-        if not ends and not lo:
+            if gradient is None or not tensor.requires_grad:
+                continue
+            # A number is equal in all shards, as it depends on parameters only. So its gradient is
+            # used once, in the first shard.
+            if not tensor.dim() and lo:
+                continue
+            tensors.append(tensor)
+            gradients.append(gradient[lo:hi] if tensor.dim() else gradient)
+        if not tensors and not lo:
             raise ConfigError(
                 "[torch] gather=True: the loss does not depend on the outputs of forward(); "
                 "leave it out"
             )
-        if ends:
-            torch.autograd.backward(ends, gradients)
+        if tensors:
+            torch.autograd.backward(tensors, gradients)
 
 
-def _join(parts: list[tuple[int, torch.Tensor]]) -> torch.Tensor:
-    """One tensor of those of (samples, tensor) of all shards."""
-    first = parts[0][1]
+def _join_tensors(parts: list[tuple[int, torch.Tensor]]) -> torch.Tensor:
+    """Returns one tensor of the (samples, tensor) of all shards; equal numbers stay a number.
+
+    Raises ConfigError: their shapes don't fit together.
+    """
+    _, first = parts[0]
     if not first.dim() and all(torch.equal(t, first) for _, t in parts):
         return first.clone()
     shapes = sorted({tuple(t.shape[1:]) for _, t in parts})
-    if len(shapes) > 1 or any(not t.dim() or len(t) != n for n, t in parts):
+    if len(shapes) > 1 or any(not t.dim() or len(t) != samples for samples, t in parts):
         raise ConfigError(
             "[torch] gather=True joins outputs and targets along their first axis, the samples; "
             f"shards gave {shapes} "

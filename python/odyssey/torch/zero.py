@@ -1,19 +1,22 @@
-"""ZeRO 2 and 3 of a torch module (Rajbhandari et al. 2020): gradients, and parameters, that
-ranks have in parts.
+"""ZeRO 2 and 3 of a torch module (Rajbhandari et al. 2020): each rank keeps a part of the
+gradients (stage 2), and of the parameters (stage 3).
 
-A rank owns a run of the parameters, whole ones, as torch's optimizers go by parameter. Buckets are
-runs of parameters of one owner. With stage 3 an operation that reads a parameter, in whatever
-module, forward or backward, has its bucket sent by the owner first (a dispatch mode sees every
-operation); the last SLOTS buckets stay.
+A rank owns a run of the parameters. Parameters are not split, because torch's optimizers update
+whole ones. A bucket is a run of parameters of one owner. With stage 3, before an operation reads a
+parameter, in any module, forward or backward, the owner broadcasts the parameter's bucket. A
+dispatch mode sees every operation for this. Each rank keeps the last SLOTS buckets that it used.
 
-The shards of a step are taken in rounds, one by each rank: they follow each other in the tree of
-parallel/plan.py, so what is added after a round are sums of few nodes, not one of each rank. As
-soon as all ranks' backward passes have a bucket it is sent, each rank adding its range of it (and
-goes on meanwhile); after the last round owners get the mean.
+A step takes its shards in rounds: in each round, each rank runs one shard. The shards of a round
+follow each other in the tree of parallel/plan.py, so a rank keeps sums of a few nodes of the tree
+after a round, not one sum for each rank. As soon as the backward passes of all ranks have finished
+a bucket, the ranks exchange its gradients, and each rank adds its range of them. The backward pass
+continues meanwhile. After the last round the owners get the mean gradient.
 
-No rank knows what the others' shards do next: their branches may differ. So they meet: each says
-which bucket it needs, which it has gradients of, or that it is done, and all do what is said there,
-until all are done.
+A rank doesn't know the next operation of another rank's shard, because their branches may differ.
+But broadcasts and sums are collective calls, which all ranks must make in the same order. So the
+ranks exchange votes (`_exchange_votes`). A vote holds the bucket that a rank needs, or that it is
+done, and the buckets whose gradients it has. From equal votes all ranks derive the same calls. They
+exchange votes until all are done.
 """
 
 from __future__ import annotations
@@ -34,23 +37,26 @@ from ..parallel import StepOutcome
 from ..parallel import plan as planning
 from .arena import ModuleArena
 from .memory import ALIGN
-from .shards import SUMS, Shards
+from .shards import OpenBatch, Shards, lay_out_sums
 
-SLOTS = 2  # buckets of parameters of other ranks that are there at a time
-MAX_BUCKET_FLOATS = 25 << 18  # 25 MiB; at most a 32nd of the model, as for our own models
-# said instead of a bucket that is needed
-DONE = -1
-READY = -2
-#: Operations of eval mode inside of which autocast rounds: it is off where a dispatch mode calls
-#: them.
+SLOTS = 2  # buckets of parameters of other ranks that a rank has at a time
+MAX_BUCKET_FLOATS = 25 << 18  # 25 MiB; at most a 32nd of the model, as for odyssey's own models
+# Votes of a rank that needs no bucket; other votes are the number of the bucket that it needs.
+DONE = -1  # the rank has run its shard
+READY = -2  # the gradients of a bucket are complete, and the shard is still running
+#: Operations of eval mode that round to bfloat16 inside, under autocast. A dispatch mode calls
+#: operations with autocast off, so it is turned on for these.
 FUSED = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
-Nodes = list[tuple[int, np.ndarray]]  # sums of (number of shards), those of the most first
+Nodes = list[tuple[int, np.ndarray]]  # (number of shards, their sum), the largest number first
 
 
 class Bucket:
-    """Parameters `run` of the arena, of which `owner` keeps the values. cut: the range of its
-    floats that each rank adds; nodes: sums of this rank's. waits: trained parameters that the
-    backward pass under way has not reached.
+    """The parameters of the arena with the numbers `run`. The rank `owner` keeps their values.
+
+    at: the offset of the first of them in the arena, in floats. floats: of all of them. cut: for
+    each rank the (first, one past the last) of the floats that it adds. nodes: this rank's sums of
+    its floats. grads: the gradients of the shard that is being run, None before the first.
+    waits: the numbers of trained parameters that the current backward pass has not reached.
     """
 
     def __init__(self, arena: ModuleArena, run: range, owner: int, ranks: int) -> None:
@@ -59,44 +65,61 @@ class Bucket:
         self.at = arena.at[run.start]
         self.floats = arena.end(run.stop) - self.at
         self.cut = planning.ranges(self.floats, ranks)
-        tensors = [(arena.at[i] - self.at, arena.named[i][1]) for i in run]
-        self._places = [(offset, offset + p.numel(), p.shape, p.stride()) for offset, p in tensors]
+        # (first, one past the last, shape, strides) of each parameter in memory of the bucket
+        self._places: list[tuple[int, int, torch.Size, tuple[int, ...]]] = []
+        for i in run:
+            _, parameter = arena.named[i]
+            start = arena.at[i] - self.at
+            stop = start + parameter.numel()
+            self._places.append((start, stop, parameter.shape, parameter.stride()))
         self.nodes: Nodes = []
         self.grads: torch.Tensor | None = None
         self.waits: set[int] = set()
 
     def places(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' places in `flat`."""
-        return [flat[a:b].as_strided(shape, stride) for a, b, shape, stride in self._places]
+        """Returns the views of the parameters in `flat`, memory for all floats of the bucket."""
+        return [
+            flat[start:stop].as_strided(shape, stride)
+            for start, stop, shape, stride in self._places
+        ]
 
     def keep(self, params: np.ndarray, is_owner: bool) -> None:
-        """Takes the values, if `is_owner`; else has places for them, without memory."""
+        """Copies the values from the arena if `is_owner`, else makes views without memory."""
         self.flat = torch.from_numpy(params[self.at : self.at + self.floats]).clone()
         self.views = self.places(self.flat)
         if not is_owner:
             self.free()
 
     def free(self) -> None:
-        """Gives the memory of the parameters back."""
+        """Gives back the memory of the parameters.
+
+        Raises ConfigError: a NumPy array shares it.
+        """
         try:
             self.flat.untyped_storage().resize_(0)
         except RuntimeError as problem:
             raise ConfigError(
                 "[torch] forward() makes NumPy arrays of parameters, whose memory zero=3 gives "
-                "back; use zero=2, or "
-                "torch's operations"
+                "back; use zero=2, or torch's operations"
             ) from problem
 
     def gradient(self, i: int) -> torch.Tensor:
-        """The place of parameter i in the gradients of the shard that is being run."""
+        """Returns the view of parameter i in the gradients of the shard that is being run.
+
+        The first call for a shard makes the memory, filled with zeros.
+        """
         if self.grads is None:
             self.grads = torch.zeros(self.floats)
-        start, end, shape, stride = self._places[i - self.run.start]
-        return self.grads[start:end].as_strided(shape, stride)
+        start, stop, shape, stride = self._places[i - self.run.start]
+        return self.grads[start:stop].as_strided(shape, stride)
 
 
 def add(nodes: Nodes, leaf: np.ndarray) -> None:
-    """Adds the next shard to the sums of those before it, along the tree; its memory is used."""
+    """Adds the next shard `leaf` to the sums of the shards before it, along the tree.
+
+    Two sums of equally many shards become one, as in a binary counter. The memory of `leaf` is used
+    for the result.
+    """
     size = 1
     while nodes and nodes[-1][0] == size:
         np.add(nodes.pop()[1], leaf, out=leaf)
@@ -105,15 +128,15 @@ def add(nodes: Nodes, leaf: np.ndarray) -> None:
 
 
 def folded(nodes: Nodes) -> np.ndarray:
-    """The sum over all shards, which is the end of the tree."""
+    """Returns the sum over all shards: it adds the remaining nodes, the smallest first."""
     total = nodes[-1][1]
     for _, node in reversed(nodes[:-1]):
         np.add(node, total, out=total)
     return total
 
 
-class _OnUse(TorchDispatchMode):
-    """Has the parameters of each operation there before it runs."""
+class _FetchOnUse(TorchDispatchMode):
+    """A dispatch mode that fetches the parameters of each operation before it runs."""
 
     def __init__(self, spread: Spread) -> None:
         super().__init__()
@@ -122,15 +145,21 @@ class _OnUse(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.spread.need([*args, *kwargs.values()])
-        if self.spread.autocast and func.__name__.partition(".")[0] in FUSED:
+        operation, _, _ = func.__name__.partition(".")  # without the name of the overload
+        if self.spread.autocast and operation in FUSED:
             with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutocastCPU, False):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
 
 class Spread(Shards):
-    """Shards of a module whose gradients (zero=2), and parameters (zero=3), the ranks have in
-    parts.
+    """The shards of a module of which each rank keeps a part of the gradients (zero=2), and of the
+    parameters (zero=3).
+
+    Args:
+        module, comm, arguments, held: as for `Shards`.
+        zero: the stage, 2 or 3.
+        autocast: True if forward() runs in it.
     """
 
     def __init__(
@@ -142,231 +171,267 @@ class Spread(Shards):
         autocast: bool,
         **held: Any,
     ) -> None:
-        self.autocast = autocast  # forward() runs in it
-        # together: all parameters are there
+        self.autocast = autocast
         self.zero = zero
-        self._together = False
-        # buckets that are there on all that asked, the one used last behind
-        self._live: list[int] = []
-        self._under_way: tuple[Any, Bucket, np.ndarray, np.ndarray] | None = None
-        self._rounds = self._round = self._count = 0
+        self._is_gathered = False  # this rank has all parameters
+        # the numbers of buckets whose parameters this rank has, the one used last at the end
+        self._live_buckets: list[int] = []
+        # The sum of a bucket that is being sent: its request, its bucket, the memory that receives,
+        # and the memory that sends, which must not be freed before the request is complete.
+        self._sum_under_way: tuple[Any, Bucket, np.ndarray, np.ndarray] | None = None
+        self._round_count = self._round = self._shard_count = 0
         super().__init__(module, comm, *arguments, **held)
         if zero == 3:
             self._check_aliases()
             for part in module.modules():
-                part.register_state_dict_pre_hook(lambda *_: self._refuse("state_dict()"))
+                part.register_state_dict_pre_hook(lambda *_: self._require_gathered("state_dict()"))
                 part._register_load_state_dict_pre_hook(
-                    lambda *_: self._refuse("load_state_dict()")
+                    lambda *_: self._require_gathered("load_state_dict()")
                 )
 
     def _check_aliases(self) -> None:
-        """Raises ConfigError: a buffer shares memory with a parameter, whose memory comes and
-        goes.
+        """Checks that no buffer shares memory with a parameter, because that memory is given back.
+
+        Raises ConfigError: one does.
         """
         buffers = {id(b) for _, b in self.arena.buffers}
         for alias in self.arena.aliases:
             if id(alias.tensor) in buffers:
                 raise ConfigError(
-                    f"[torch] the buffer {alias.name} shares memory with a parameter, which "
-                    "zero=3 has in parts; use "
-                    "zero=2, or compute the buffer in forward()"
+                    f"[torch] the buffer {alias.name} shares memory with a parameter, which zero=3 "
+                    "has in parts; use zero=2, or compute the buffer in forward()"
                 )
 
-    def _lay_out(self) -> None:
+    def _lay_out_memory(self) -> None:
+        """Splits the parameters into buckets, and makes memory for this rank's mean gradient."""
         arena = self.arena
         ranks = self.comm.size
-        runs = arena.shares(0, arena.trained, ranks)
-        arena.hold(runs[self.comm.rank])
+        trained_runs = arena.shares(0, arena.trained, ranks)
+        frozen_runs = arena.shares(arena.trained, len(arena.named), ranks)
+        arena.hold(trained_runs[self.comm.rank])
         self.gradient = torch.from_numpy(arena.grads)
-        norms = arena.norms
-        self._places = np.cumsum(
-            [0, norms.floats, norms.floats, SUMS, arena.trained, len(norms.counters)]
-        ).tolist()
-        self._tails = list[tuple[int, np.ndarray]]()
-        self._tail = torch.zeros(self._places[-1])
-        max_floats = max(ALIGN, min(MAX_BUCKET_FLOATS, arena.extent // 32))
-        # trained, by owner
-        self.owned = [self._cut(run, owner, max_floats) for owner, run in enumerate(runs)]
-        frozen = arena.shares(arena.trained, len(arena.named), ranks)
+        # the tail: all results of a shard but its gradients, which are in buckets
+        self._layout = lay_out_sums(0, arena)
+        self._tail = torch.zeros(self._layout.end)
+        self._tail_nodes = list[tuple[int, np.ndarray]]()
+        self.owned = self._cut_into_buckets(trained_runs)
         self.summed = [b for buckets in self.owned for b in buckets]
-        self.buckets = self.summed + [
-            b for owner, run in enumerate(frozen) for b in self._cut(run, owner, max_floats)
-        ]
-        self._number = {i: n for n, b in enumerate(self.buckets) for i in b.run}
+        frozen = [b for buckets in self._cut_into_buckets(frozen_runs) for b in buckets]
+        self.buckets = self.summed + frozen
+        self._bucket_of_parameter = {i: n for n, b in enumerate(self.buckets) for i in b.run}
+        # this rank's vote: the bucket that it needs, or DONE or READY; then for each bucket of
+        # `summed` 1 if its gradients are complete, else 0
         self._votes = np.zeros(1 + len(self.summed), np.int32)
-        self._sums_sent: set[int] = set()
+        self._sums_sent: set[int] = set()  # the buckets whose sums this round has started
 
-    def _cut(self, run: range, owner: int, max_floats: int) -> list[Bucket]:
-        """An owner's parameters as buckets of at most so many floats, or of one parameter."""
+    def _cut_into_buckets(self, runs: list[range]) -> list[list[Bucket]]:
+        """Returns for each owner the buckets of its run of parameters."""
+        max_floats = max(ALIGN, min(MAX_BUCKET_FLOATS, self.arena.extent // 32))
+        return [self._cut_run(run, owner, max_floats) for owner, run in enumerate(runs)]
+
+    def _cut_run(self, run: range, owner: int, max_floats: int) -> list[Bucket]:
+        """Returns a run as buckets of at most so many floats; a larger parameter has its own."""
         arena = self.arena
         starts = list(run[:1])
         for i in run[1:]:
             if arena.end(i + 1) - arena.at[starts[-1]] > max_floats:
                 starts.append(i)
         return [
-            Bucket(arena, range(a, b), owner, self.comm.size)
-            for a, b in itertools.pairwise([*starts, run.stop])
+            Bucket(arena, range(start, stop), owner, self.comm.size)
+            for start, stop in itertools.pairwise([*starts, run.stop])
         ]
 
     # --- where parameters are, with stage 3 ---
 
     def agree(self, description: dict[str, Any]) -> None:
         super().agree(description)
-        self._part()
+        self._keep_local_parameters()
 
     def arrange(self, trained: Collection[str]) -> None:
-        if self.zero == 3 and not self._together:
-            self._gather()
+        if self.zero == 3 and not self._is_gathered:
+            self._gather_parameters()
         super().arrange(trained)
-        self._part()
+        self._keep_local_parameters()
 
-    def _part(self) -> None:
-        """Each rank keeps the parameters that it owns, and no others."""
+    def _keep_local_parameters(self) -> None:
+        """With stage 3, keeps the parameters that this rank owns and gives back the others."""
         if self.zero == 3:
-            for b in self.buckets:
-                b.keep(self.arena.params, b.owner == self.comm.rank)
-            # those of this rank too: ranks that ask for the same, one after the other, do not run
-            # ahead of each other
-            self._stored = {
-                b.flat.untyped_storage()._cdata: n for n, b in enumerate(self.buckets) if b.floats
+            for bucket in self.buckets:
+                bucket.keep(self.arena.params, is_owner=bucket.owner == self.comm.rank)
+            # It has this rank's own buckets too: a rank that waits for its own buckets as well
+            # doesn't run ahead of ranks that ask for the same ones.
+            self._bucket_of_storage = {
+                bucket.flat.untyped_storage()._cdata: n
+                for n, bucket in enumerate(self.buckets)
+                if bucket.floats
             }
             self.arena.params = np.empty(0, np.float32)
             self._hide_parameters()
 
     def _hide_parameters(self) -> None:
-        """Parameters are away: they read as NaN, and what is written into them is refused."""
-        nothing = torch.full((), float("nan"))
-        for _, p in self.arena.named:
-            p.data = nothing.expand(p.shape)
-        self._together = False
+        """Takes the parameters away: they read as NaN, and `_check_hidden` finds writes to them."""
+        nan = torch.full((), float("nan"))
+        for _, parameter in self.arena.named:
+            parameter.data = nan.expand(parameter.shape)
+        self._is_gathered = False
         self.arena.settle()
-        self._versions = [p._version for _, p in self.arena.named]
+        self._versions = [parameter._version for _, parameter in self.arena.named]
 
-    def _set(self, buckets: list[Bucket], flats: list[torch.Tensor] | None = None) -> None:
-        """The parameters of these buckets are in their memory, or in `flats`."""
-        for k, b in enumerate(buckets):
-            places = b.views if flats is None else b.places(flats[k])
-            for i, place in zip(b.run, places, strict=True):
-                self.arena.named[i][1].data = place
+    def _attach_parameters(
+        self, buckets: list[Bucket], flats: list[torch.Tensor] | None = None
+    ) -> None:
+        """Makes the parameters of these buckets views of the buckets' memory.
+
+        flats: for each bucket other memory to use instead.
+        """
+        for k, bucket in enumerate(buckets):
+            places = bucket.views if flats is None else bucket.places(flats[k])
+            for i, place in zip(bucket.run, places, strict=True):
+                _, parameter = self.arena.named[i]
+                parameter.data = place
         self.arena.settle()
 
     def _check_hidden(self) -> None:
+        """Checks that nothing was written into the parameters since they were hidden.
+
+        Raises ConfigError: something was, or another trainer has moved them.
+        """
         self.arena.check()
-        for (name, p), version in zip(self.arena.named, self._versions, strict=True):
-            if p._version != version:
+        for (name, parameter), version in zip(self.arena.named, self._versions, strict=True):
+            if parameter._version != version:
                 raise ConfigError(
                     f"[torch] {name} was written while ranks had parts: do it in trainer.gathered()"
                 )
 
-    def _local_buckets(self) -> list[Bucket]:
+    def _list_local_buckets(self) -> list[Bucket]:
         return [b for b in self.buckets if b.owner == self.comm.rank]
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[set[int] | None]:
-        if self.zero < 3 or self._together:
+        if self.zero < 3 or self._is_gathered:
             yield None
             return
         self._check_hidden()
-        self._set(self._local_buckets())
+        self._attach_parameters(self._list_local_buckets())
         try:
-            yield {id(self.arena.named[i][1]) for b in self._local_buckets() for i in b.run}
+            yield {id(self.arena.named[i][1]) for b in self._list_local_buckets() for i in b.run}
         finally:
             self._hide_parameters()
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        if self.zero < 3 or self._together:
+        if self.zero < 3 or self._is_gathered:
             yield
             return
-        flats = self._gather()
+        flats = self._gather_parameters()
         try:
             yield
         finally:
-            if self._together and not self.arena.moved():  # by a later trainer of the module
-                for b, flat in zip(self.buckets, flats, strict=True):
-                    if b.owner == self.comm.rank:
-                        b.flat.copy_(flat)
+            # a later trainer of the module may have moved the parameters: then they are its own
+            if self._is_gathered and not self.arena.moved():
+                for bucket, flat in zip(self.buckets, flats, strict=True):
+                    if bucket.owner == self.comm.rank:
+                        bucket.flat.copy_(flat)
                 self._hide_parameters()
 
-    def _gather(self) -> list[torch.Tensor]:
-        """All parameters in memory of their own, by bucket; a collective call."""
+    def _gather_parameters(self) -> list[torch.Tensor]:
+        """Gives this rank all parameters, in separate memory; a collective call.
+
+        Returns the memory of each bucket.
+        """
         self._check_hidden()
         flats = []
-        for b in self.buckets:
-            flats.append(b.flat.clone() if b.owner == self.comm.rank else torch.empty(b.floats))
-            if b.floats:
-                self.comm.broadcast(flats[-1].numpy(), root=b.owner)
-        self._set(self.buckets, flats)
-        self._together = True
+        for bucket in self.buckets:
+            is_owner = bucket.owner == self.comm.rank
+            flat = bucket.flat.clone() if is_owner else torch.empty(bucket.floats)
+            flats.append(flat)
+            if bucket.floats:
+                self.comm.broadcast(flat.numpy(), root=bucket.owner)
+        self._attach_parameters(self.buckets, flats)
+        self._is_gathered = True
         return flats
 
-    def _refuse(self, call: str) -> None:
-        if self.zero == 3 and not self._together:
+    def _require_gathered(self, call: str) -> None:
+        """Raises ConfigError if this rank doesn't have all parameters, which `call` needs."""
+        if self.zero == 3 and not self._is_gathered:
             raise ConfigError(
                 f"[torch] {call} with zero=3: in `with trainer.gathered():`, which all ranks enter"
             )
 
     @contextlib.contextmanager
     def phase(self, run: bool = False) -> Iterator[None]:
-        comes = self.zero == 3 and not self._together
-        with self._in_use() if comes else contextlib.nullcontext():
+        fetches = self.zero == 3 and not self._is_gathered
+        with self._fetch_on_use() if fetches else contextlib.nullcontext():
             yield
-        while run and self._round < self._rounds:
+        # Other ranks may still need this one: for the sums of the rounds that it has not run, or
+        # for the parameters that it owns.
+        while run and self._round < self._round_count:
             self._close_round()
-        while comes and not run and not self._meet(DONE):
+        while fetches and not run and not self._exchange_votes(DONE):
             pass
 
     @contextlib.contextmanager
-    def _in_use(self) -> Iterator[None]:
+    def _fetch_on_use(self) -> Iterator[None]:
+        """Fetches parameters in the block when an operation uses them, and hides them after it."""
         self._check_hidden()
-        self._set(self.buckets)
+        self._attach_parameters(self.buckets)
         try:
-            with _OnUse(self):
+            with _FetchOnUse(self):
                 yield
         finally:
-            for n in list(self._live):
-                with contextlib.suppress(ConfigError):  # it was raised where an operation asked
-                    self._forget([n])
+            for n in list(self._live_buckets):
+                # an operation in the block has raised this error already
+                with contextlib.suppress(ConfigError):
+                    self._release_buckets([n])
             self._hide_parameters()
 
-    def _forget(self, buckets: list[int]) -> None:
-        """These are not used for now: what is another's is given back."""
-        for n in buckets:
-            self._live.remove(n)
+    def _release_buckets(self, numbers: list[int]) -> None:
+        """Gives back the memory of buckets that are not used now, except of this rank's own."""
+        for n in numbers:
+            self._live_buckets.remove(n)
             if self.buckets[n].owner != self.comm.rank:
                 self.buckets[n].free()
 
     def need(self, values: list[Any]) -> None:
-        """The parameters among these are there when it returns."""
-        numbers: list[int] = []
-        for value in values:
-            for t in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(t, torch.Tensor) and t.layout == torch.strided:
-                    n = self._stored.get(t.untyped_storage()._cdata)
-                    if n is not None and n not in numbers:
-                        numbers.append(n)
-        for n in numbers:
-            if n in self._live:
-                self._live.remove(n)
-            else:
-                idle = [old for old in self._live if old not in numbers]
-                self._forget(idle[: max(0, len(self._live) + 1 - SLOTS)])
-                self._meet(n)
-            self._live.append(n)
+        """Fetches the parameters among these arguments of an operation, with their buckets.
 
-    def _fetch(self, n: int, keep: bool) -> None:
-        b = self.buckets[n]
-        is_owner = b.owner == self.comm.rank
-        if not is_owner and b.flat.untyped_storage().nbytes() < 4 * b.floats:
-            b.flat.untyped_storage().resize_(4 * b.floats)
-        # with Tensor.numpy() it would be memory that cannot be given back
-        self.comm.broadcast(
-            native.memory(b.flat.data_ptr(), 4 * b.floats).view(np.float32), root=b.owner
-        )
-        self._sent[:2] += 4 * b.floats * (self.comm.size - 1) * is_owner
-        if not is_owner and not keep and n not in self._live:
+        Other buckets are given back if this rank would have more than SLOTS of them.
+        """
+        needed: list[int] = []
+        for value in values:
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+                    n = self._bucket_of_storage.get(tensor.untyped_storage()._cdata)
+                    if n is not None and n not in needed:
+                        needed.append(n)
+        for n in needed:
+            if n in self._live_buckets:
+                self._live_buckets.remove(n)
+            else:
+                idle = [other for other in self._live_buckets if other not in needed]
+                surplus = max(0, len(self._live_buckets) + 1 - SLOTS)
+                self._release_buckets(idle[:surplus])
+                self._exchange_votes(n)
+            self._live_buckets.append(n)
+
+    def _broadcast_bucket(self, n: int, keep: bool) -> None:
+        """Sends the parameters of bucket n from its owner to all ranks; a collective call.
+
+        keep: False gives the memory back at once, because only other ranks need the bucket.
+        """
+        bucket = self.buckets[n]
+        is_owner = bucket.owner == self.comm.rank
+        storage = bucket.flat.untyped_storage()
+        nbytes = 4 * bucket.floats
+        if not is_owner and storage.nbytes() < nbytes:
+            storage.resize_(nbytes)
+        # Tensor.numpy() isn't used: torch can't give back memory that a NumPy array refers to.
+        memory = native.memory(bucket.flat.data_ptr(), nbytes).view(np.float32)
+        self.comm.broadcast(memory, root=bucket.owner)
+        self._uncounted_traffic[:2] += nbytes * (self.comm.size - 1) * is_owner
+        if not is_owner and not keep and n not in self._live_buckets:
             with contextlib.suppress(ConfigError):
-                b.free()
+                bucket.free()
 
     def local_shards(self, samples: int, train: bool = True) -> range:
         if not train or self.shard_size is None:
@@ -376,192 +441,236 @@ class Spread(Shards):
     def begin(self, samples: int, train: bool = True) -> StepOutcome:
         if not train:
             return super().begin(samples, train)
-        if self._together:
+        if self._is_gathered:
             self.arena.check()
             raise ConfigError(
                 "[torch] a step within trainer.gathered(); end the block first"
             ).on_all_ranks()
         assert self.shard_size is not None
-        self._count = planning.shard_count(samples, self.shard_size)
-        self._rounds = -(-self._count // self.comm.size)
+        self._shard_count = planning.shard_count(samples, self.shard_size)
+        self._round_count = -(-self._shard_count // self.comm.size)
         self._round = 0
-        self._tails = []
-        part = StepOutcome(self, self._places[2])  # type: ignore[arg-type]
-        self._batch = None, train, part  # type: ignore[assignment]
-        for b in self.summed:
-            b.nodes = []
-            b.grads = None
-        with part.tried():
+        self._tail_nodes = []
+        # only its communicator is used: a rank that fails sends NaN in `_close_round`
+        outcome = StepOutcome(self, self._layout.sums)  # type: ignore[arg-type]
+        self._open_batch = OpenBatch(None, train, outcome)  # type: ignore[arg-type]
+        for bucket in self.summed:
+            bucket.nodes = []
+            bucket.grads = None
+        with outcome.tried():
             self.norms.take_over()
-        return part
+        return outcome
 
     def run(self, samples: int, step: int) -> Iterator[tuple[int, int]]:
-        if not self._batch[1]:
+        if not self._open_batch.train:
             yield from super().run(samples, step)
             return
         shards = self.local_shards(samples)
         with contextlib.ExitStack() as hooks, self._forbid_other_changes(True):
-            for i, (_, p) in enumerate(self.arena.named[: self.arena.trained]):
-                if p.requires_grad:
-                    hooks.callback(p.register_post_accumulate_grad_hook(self._taker(i)).remove)
-            while self._round < self._rounds:
+            for i, (_, parameter) in enumerate(self.arena.named[: self.arena.trained]):
+                if parameter.requires_grad:
+                    hook = self._make_gradient_hook(i)
+                    handle = parameter.register_post_accumulate_grad_hook(hook)
+                    hooks.callback(handle.remove)
+            while self._round < self._round_count:
                 if self._round < len(shards):
-                    yield from self._shard(shards[self._round], samples, step, self._tail, [])
+                    shard = shards[self._round]
+                    yield from self._run_shard(shard, samples, step, self._tail, gradients=[])
                 self._close_round()
 
-    def _enter(self, gradients: list[torch.Tensor]) -> list[int]:
-        self._reach = [0.0] * self.arena.trained
-        for b in self.summed:
-            parameters = {i: self.arena.named[i][1] for i in b.run}
-            b.waits = {i for i, p in parameters.items() if p.requires_grad}
-            for p in parameters.values():
-                p.grad = None
-        return super()._enter(gradients)
+    def _prepare_shard(self, gradients: list[torch.Tensor]) -> list[int]:
+        self._reached_flags = [0.0] * self.arena.trained
+        for bucket in self.summed:
+            bucket.waits = set()
+            for i in bucket.run:
+                _, parameter = self.arena.named[i]
+                parameter.grad = None
+                if parameter.requires_grad:
+                    bucket.waits.add(i)
+        return super()._prepare_shard(gradients)
 
-    def _reached(self, gradients: list[torch.Tensor], versions: list[int]) -> list[float]:
-        return self._reach
+    def _find_reached(self, gradients: list[torch.Tensor], versions: list[int]) -> list[float]:
+        return self._reached_flags
 
-    def _taker(self, i: int) -> Callable[[torch.Tensor], None]:
-        """Returns what takes the gradient of parameter i from a backward pass; a bucket that is
-        whole may be sent.
+    def _make_gradient_hook(self, i: int) -> Callable[[torch.Tensor], None]:
+        """Returns a hook that moves the gradient of parameter i into its bucket.
+
+        With the last gradient of a bucket, the ranks exchange votes: its sum may start. The hook
+        raises ConfigError if a backward pass reaches the parameter twice.
         """
-        n = self._number[i]
-        b = self.buckets[n]
-        name = self.arena.named[i][0]
+        n = self._bucket_of_parameter[i]
+        bucket = self.buckets[n]
+        name, _ = self.arena.named[i]
 
-        def take(p: torch.Tensor) -> None:
-            if i not in b.waits:
+        def move_gradient(parameter: torch.Tensor) -> None:
+            if i not in bucket.waits:
                 raise ConfigError(
                     f"[torch] backward() reaches {name} twice, as in "
                     "checkpoint(use_reentrant=True), and zero="
                     f"{self.zero} has sent its gradient; use_reentrant=False, or zero=1"
                 )
-            assert p.grad is not None
-            b.gradient(i).add_(p.grad)
-            p.grad = None
-            self._reach[i] = 1.0
-            b.waits.discard(i)
-            if not b.waits:
+            assert parameter.grad is not None
+            bucket.gradient(i).add_(parameter.grad)
+            parameter.grad = None
+            self._reached_flags[i] = 1.0
+            bucket.waits.discard(i)
+            if not bucket.waits:
                 self._votes[1 + n] = 1
-                self._meet(READY)
+                self._exchange_votes(READY)
 
-        return take
+        return move_gradient
 
-    def _meet(self, says: int) -> bool:
-        """Ranks say what they need; all of it is done.
+    def _exchange_votes(self, vote: int) -> bool:
+        """Exchanges the votes of all ranks, and makes the collective calls that they ask for.
 
-        Returns whether all are done. See the head of this file.
+        All ranks see the same votes, so they make the same calls in the same order: first they
+        broadcast each bucket that a rank needs. Then they start the sum of each bucket whose
+        gradients all ranks have. A collective call.
+
+        Args:
+            vote: the bucket that this rank needs, DONE or READY.
+
+        Returns:
+            True if all ranks are done.
         """
-        self._votes[0] = says
-        votes = self.comm.all_gather(self._votes)
-        for n in sorted({*votes[:, 0].tolist()} - {DONE, READY}):
-            self._fetch(n, n == says)
-        for n in np.flatnonzero(votes[:, 1:].all(axis=0)).tolist():
+        self._votes[0] = vote
+        votes = self.comm.all_gather(self._votes)  # a row for each rank
+        rank_votes = votes[:, 0]
+        for n in sorted({*rank_votes.tolist()} - {DONE, READY}):
+            self._broadcast_bucket(n, keep=n == vote)
+        has_gradients = votes[:, 1:].all(axis=0)  # by bucket
+        for n in np.flatnonzero(has_gradients).tolist():
             if n not in self._sums_sent:
-                self._send(n)
-        return bool((votes[:, 0] == DONE).all())
+                self._start_sum(n)
+        return bool((rank_votes == DONE).all())
 
-    def _send(self, n: int) -> None:
-        """Starts the sum of a bucket over the shards of this round."""
-        self._finish()
-        b = self.buckets[n]
-        (rank, ranks) = (self.comm.rank, self.comm.size)
-        sharing = min(ranks, self._count - self._round * ranks)
-        local_floats = b.cut[rank][1] - b.cut[rank][0]
-        counts = [(hi - lo) * (rank < sharing) for lo, hi in b.cut]
-        send = np.zeros(sum(counts), np.float32) if b.grads is None else b.grads.numpy()
-        received = np.empty((sharing, local_floats), np.float32)
-        takes = [local_floats * (r < sharing) for r in range(ranks)]
+    def _start_sum(self, n: int) -> None:
+        """Starts the exchange for the sum of bucket n over the shards of this round.
+
+        Each rank sends each other rank the range of its gradients that the other one adds.
+        """
+        self._finish_sum()
+        bucket = self.buckets[n]
+        rank = self.comm.rank
+        ranks = self.comm.size
+        senders = min(ranks, self._shard_count - self._round * ranks)  # ranks that have a shard
+        lo, hi = bucket.cut[rank]
+        local_floats = hi - lo
+        send_counts = [(hi - lo) * (rank < senders) for lo, hi in bucket.cut]
+        sent_floats = sum(send_counts)
+        # without gradients the bucket counts as zeros
+        sent = np.zeros(sent_floats, np.float32) if bucket.grads is None else bucket.grads.numpy()
+        received = np.empty((senders, local_floats), np.float32)
+        receive_counts = [local_floats * (source < senders) for source in range(ranks)]
         request = self.comm.all_to_all_v(
-            send[: sum(counts)], counts, received.reshape(-1), takes, wait=False
+            sent[:sent_floats], send_counts, received.reshape(-1), receive_counts, wait=False
         )
-        self._under_way = request, b, received, send
-        self._sent[:2] += 4 * (sum(counts) - counts[rank])
+        self._sum_under_way = request, bucket, received, sent
+        self._uncounted_traffic[:2] += 4 * (sent_floats - send_counts[rank])
         self._sums_sent.add(n)
-        b.grads = None
+        bucket.grads = None
 
-    def _finish(self) -> None:
-        """Ends the sum that was started last."""
-        if self._under_way is not None:
-            request, b, received, _ = self._under_way
-            self._under_way = None
+    def _finish_sum(self) -> None:
+        """Waits for the exchange that was started last, and adds what this rank received."""
+        if self._sum_under_way is not None:
+            request, bucket, received, _ = self._sum_under_way
+            self._sum_under_way = None
             request.wait()
             for leaf in received:
-                add(b.nodes, leaf)
-            b.nodes = [
-                (size, node.copy() if node.base is not None else node) for size, node in b.nodes
+                add(bucket.nodes, leaf)
+            # a node that is a view would keep all of `received` in memory
+            bucket.nodes = [
+                (shards, node.copy() if node.base is not None else node)
+                for shards, node in bucket.nodes
             ]
 
     def _close_round(self) -> None:
-        """Ends a round, in which this rank has run its shard, had none, or failed."""
-        if self._batch[2].error is not None:
-            self._tail.fill_(float("nan"))
+        """Completes the sums of a round, in which this rank has run a shard, had none, or failed.
+
+        A collective call. This rank answers the votes of the others until all are done.
+        """
+        if self._open_batch.outcome.error is not None:
+            self._tail.fill_(float("nan"))  # reports the failure to all ranks
         self._votes[1:] = 1
-        while not self._meet(DONE):
+        while not self._exchange_votes(DONE):
             pass
-        self._finish()
-        for leaf in self.comm.all_gather(self._tail.numpy())[
-            : self._count - self._round * self.comm.size
-        ]:
-            add(self._tails, leaf)
+        self._finish_sum()
+        remaining_shards = self._shard_count - self._round * self.comm.size
+        tails = self.comm.all_gather(self._tail.numpy())
+        for leaf in tails[:remaining_shards]:
+            add(self._tail_nodes, leaf)
         self._round += 1
         self._votes[1:] = 0
         self._sums_sent.clear()
 
-    def _complete(self) -> torch.Tensor:
-        return torch.from_numpy(folded(self._tails)) if self._batch[1] else super()._complete()
+    def _complete_sums(self) -> torch.Tensor:
+        if not self._open_batch.train:
+            return super()._complete_sums()
+        return torch.from_numpy(folded(self._tail_nodes))
 
-    def _divide(self, result: torch.Tensor, samples: float) -> None:
-        """Each owner gets the mean of its parameters, a bucket at a time."""
+    def _store_mean(self, result: torch.Tensor, samples: float) -> None:
+        """Sends each owner the sums of its buckets, and divides them into its mean gradient.
+
+        A collective call for each bucket of the owner with the most: in call k, each owner gets its
+        bucket k.
+        """
+        for k in range(max(map(len, self.owned))):
+            bucket_of_rank = [buckets[k] if k < len(buckets) else None for buckets in self.owned]
+            self._store_bucket_mean(bucket_of_rank, samples)
+
+    def _store_bucket_mean(self, bucket_of_rank: list[Bucket | None], samples: float) -> None:
+        """Exchanges the sums of one bucket of each owner, and stores the mean of this rank's."""
         rank = self.comm.rank
-        lo = self.arena.end(self.arena.held.start)
-        for j in range(max(map(len, self.owned))):
-            buckets = [
-                owner_buckets[j] if j < len(owner_buckets) else None for owner_buckets in self.owned
-            ]
-            sums = [np.empty(0, np.float32) if b is None else folded(b.nodes) for b in buckets]
-            local_bucket = buckets[rank]
-            received = np.empty(0 if local_bucket is None else local_bucket.floats, np.float32)
-            takes = (
-                [0] * self.comm.size
-                if local_bucket is None
-                else [b - a for a, b in local_bucket.cut]
-            )
-            self.comm.all_to_all_v(np.concatenate(sums), [len(s) for s in sums], received, takes)
-            self._sent[:2] += 4 * (sum(map(len, sums)) - len(sums[rank]))
-            if local_bucket is not None:
-                start = local_bucket.at - lo
-                torch.div(
-                    torch.from_numpy(received),
-                    samples,
-                    out=self.gradient[start : start + local_bucket.floats],
-                )
-            for b in filter(None, buckets):
-                b.nodes = []
+        sums = [
+            np.empty(0, np.float32) if bucket is None else folded(bucket.nodes)
+            for bucket in bucket_of_rank
+        ]
+        send_counts = [len(total) for total in sums]
+        local_bucket = bucket_of_rank[rank]
+        floats = 0
+        receive_counts = [0] * self.comm.size
+        if local_bucket is not None:
+            floats = local_bucket.floats
+            receive_counts = [hi - lo for lo, hi in local_bucket.cut]
+        received = np.empty(floats, np.float32)
+        self.comm.all_to_all_v(np.concatenate(sums), send_counts, received, receive_counts)
+        self._uncounted_traffic[:2] += 4 * (sum(send_counts) - send_counts[rank])
+        if local_bucket is not None:
+            start = local_bucket.at - self.arena.end(self.arena.held.start)
+            mean = self.gradient[start : start + floats]
+            torch.div(torch.from_numpy(received), samples, out=mean)
+        for bucket in filter(None, bucket_of_rank):
+            bucket.nodes = []
 
     def kept_parameters(self) -> list[fingerprint.Run]:
         if self.zero == 3:
-            return [(b.flat.data_ptr(), b.floats, b.at) for b in self._local_buckets() if b.floats]
+            buckets = self._list_local_buckets()
+            return [(b.flat.data_ptr(), b.floats, b.at) for b in buckets if b.floats]
         arena = self.arena
-        address = self.arena.params.ctypes.data
-        runs = [arena.held, range(arena.trained, len(arena.at))][: 1 + (self.comm.rank == 0)]
+        address = arena.params.ctypes.data
+        runs = [arena.held]
+        if self.comm.rank == 0:  # it counts the frozen parameters too
+            runs.append(range(arena.trained, len(arena.at)))
         ends = [(arena.end(run.start), arena.end(run.stop)) for run in runs]
         return [(address + 4 * lo, hi - lo, lo) for lo, hi in ends]
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        largest = sorted((b.floats for b in self.buckets), reverse=True)
         rank = self.comm.rank
-        params = (
-            sum(b.floats for b in self._local_buckets()) + sum(largest[:SLOTS])
-            if self.zero == 3
-            else self.arena.extent
-        )
-        ranges = sum(b.cut[rank][1] - b.cut[rank][0] for b in self.summed)
-        shard_counts = range(self.comm.size, self._count + self.comm.size, self.comm.size)
-        max_nodes = (
-            max(min(shards, self._count).bit_count() for shards in shard_counts)
-            if self._count
-            else 1
-        )
-        return 4 * params, 4 * (self.gradient.numel() + max_nodes * ranges + 4 * largest[0])
+        ranks = self.comm.size
+        bucket_floats = sorted((b.floats for b in self.buckets), reverse=True)
+        parameter_floats = self.arena.extent
+        if self.zero == 3:
+            local_floats = sum(b.floats for b in self._list_local_buckets())
+            parameter_floats = local_floats + sum(bucket_floats[:SLOTS])
+        ranges = [b.cut[rank] for b in self.summed]
+        node_floats = sum(hi - lo for lo, hi in ranges)  # of one node of each bucket
+        # after n shards there are as many nodes as n has bits that are 1
+        max_nodes = 1
+        if self._shard_count:
+            after_rounds = range(ranks, self._shard_count + ranks, ranks)
+            max_nodes = max(min(n, self._shard_count).bit_count() for n in after_rounds)
+        # an estimate for the bucket under way: its gradients, what is sent and what is received
+        exchange_floats = 4 * bucket_floats[0]
+        gradient_floats = self.gradient.numel() + max_nodes * node_floats + exchange_floats
+        return 4 * parameter_floats, 4 * gradient_floats

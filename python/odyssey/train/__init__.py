@@ -9,19 +9,26 @@ from ..base.lazy import attach
 
 if TYPE_CHECKING:
     # so that the site's reference finds the methods of torch's trainer
-    from .trainer_base import Sharing as Sharing
+    from .trainer_base import Trainer as Trainer
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "train.agreement": "agreement",
-        "train.fit": "check_batches check_sampler in_batches own_steps",
+        "train.captured": "roots_of",
+        "train.feed": "BatchFeed",
+        "train.loader_state": "PROCESS_GENERATORS ProcessGenerator",
+        "train.rank_checks": "RankChecks compare_settings",
+        "train.sharing": "BatchSharing",
+        "train.stepper": "Stepper",
+        "train.batches": "check_batches check_sampler in_batches own_steps",
         "train.numerics": "check_replicas",
         "train.progress": "progress",
         "train.resume": "by_first resume spread",
         "train.trained_models": "trained_models",
-        "train.trainer_base": "Sharing",
-        "train.state": "as_json",
-        "train.trainer": "DistributedTrainer shard_size_of",
+        "train.trainer_base": "Trainer",
+        "train.state": "CAPTURED as_json",
+        "train.construction": "shard_size_of",
+        "train.trainer": "DistributedTrainer",
     },
 )

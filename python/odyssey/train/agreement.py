@@ -32,14 +32,19 @@ if TYPE_CHECKING:
 
 CURE = (
     "make samples with one seed (torch.manual_seed), or draw random numbers from (seed, epoch, "
-    "sample index), as "
-    "transform= of DataLoader does and docs/determinism.md shows"
+    "sample index), as transform= of DataLoader does and docs/determinism.md shows"
 )
 BLOCKS = 256  # of a data set, when a sample that differs is looked for
-CHUNK = 1 << 20  # bytes that are copied at once where memory does not lie on words
 AHEAD = 1000  # steps whose rates, or samples, are compared at once at most
 TEXT = 400  # bytes of what a rank says to the others
 ALIKE = "give all ranks the same batches"
+
+
+class Shown(str):
+    """A string that messages show as it is, without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def first_other(comm: Communicator, numbers: Sequence[int]) -> tuple[int | None, np.ndarray]:
@@ -97,9 +102,8 @@ def _other_model(comm: Communicator, other: int, what: str, mine: str) -> Config
     """Returns what to raise on all ranks where models differ; a collective call."""
     told = texts(comm, mine)
     return ConfigError(
-        f"[train] the model of rank {other} differs from that of rank 0 in {what}: "
-        f"{told[other]}; on rank 0 {told[0]}; "
-        "start all ranks alike"
+        f"[train] the model of rank {other} differs from that of rank 0 in {what}: {told[other]}; "
+        f"on rank 0 {told[0]}; start all ranks alike"
     ).on_all_ranks()
 
 
@@ -154,8 +158,7 @@ def programs(comm: Communicator, engine: Engine, batch: Batch, step: int) -> Non
             raise error  # a defect of the program, which a traceback shows
         raise ConfigError(
             f"[train] the model runs on rank {np.argmin(failed)}, but not on rank "
-            f"{np.argmax(failed)}: "
-            f"{text[int(np.argmax(failed))]}"
+            f"{np.argmax(failed)}: {text[int(np.argmax(failed))]}"
         ).on_all_ranks()
     if (found := _first_other_line(comm, listed.lines())) is None:
         return
@@ -207,7 +210,7 @@ def data_set(comm: Communicator, data: ArrayDataset, what: str = "training") -> 
     blocks = [(lo, hi)]
     while True:
         mine = [
-            sum(_of_words(x[a:b], k << 40) for k, x in enumerate(data.all_arrays))
+            sum(fingerprint.of_bytes(x[a:b], k << 40) for k, x in enumerate(data.all_arrays))
             for a, b in blocks
         ]
         other, everyone = first_other(
@@ -221,32 +224,10 @@ def data_set(comm: Communicator, data: ArrayDataset, what: str = "training") -> 
         edges = sorted(set(np.linspace(lo, hi, min(BLOCKS, hi - lo) + 1).astype(np.int64).tolist()))
         blocks = list(zip(edges, edges[1:], strict=False))
     raise DataError(
-        f"[data] sample {lo} of the {what} set of rank {other} differs from that of rank 0: "
-        "every rank must be "
-        "given the whole set, the same; read the same files, and seed what is drawn alike on all "
-        "ranks"
+        f"[data] sample {lo} of the {what} set of rank {other} differs from that of rank 0: every "
+        "rank must be given the whole set, the same; read the same files, and seed what is drawn "
+        "alike on all ranks"
     ).on_all_ranks()
-
-
-def _of_words(array: np.ndarray, start: int = 0) -> int:
-    """The fingerprint of a C-contiguous array's bytes, as words of 4 of which the first is
-    number `start`. One changed byte changes it, for certain (fingerprint.py). Bytes of zero
-    count nothing: compare sizes as well.
-    """
-    flat = array.reshape(-1).view(np.uint8)
-    # not: such as a column of bytes out of a file
-    whole = flat.size // 4 * 4
-    aligned = flat.ctypes.data % 4 == 0
-    rest = np.zeros(4, np.uint8)
-    rest[: flat.size - whole] = flat[whole:]
-    parts = [fingerprint.of(rest.view(np.float32), start + whole // 4)]
-    step = max(whole, 4) if aligned else CHUNK
-    for at in range(0, whole, step):
-        piece = flat[at : min(at + step, whole)]
-        parts.append(
-            fingerprint.of((piece if aligned else piece.copy()).view(np.float32), start + at // 4)
-        )
-    return fingerprint.add(parts)
 
 
 def of_batch(batch: Batch) -> int:
@@ -260,25 +241,24 @@ def of_batch(batch: Batch) -> int:
     about = (n, data.sample_shape, kind, data.scale.tobytes(), data.shift.tobytes())
     parts = [hash_of(about)]
     at = 0
-    step = max(1, CHUNK // max(a[0].nbytes for a in data.all_arrays))
+    step = max(1, fingerprint.CHUNK // max(a[0].nbytes for a in data.all_arrays))
     for lo in range(0, n, step):
         rows = _rows(data, batch.indices[lo : lo + step])
-        parts.append(_of_words(rows, at))
+        parts.append(fingerprint.of_bytes(rows, at))
         at += rows.size
     return fingerprint.add(parts)
 
 
-def last_batch(comm: Communicator, batch: Batch, step: int) -> None:
-    """Compares the samples of the batch of step `step`, read once more; collective.
+def last_batch(comm: Communicator, batch_print: int, step: int) -> None:
+    """Compares the fingerprint of the batch of step `step`, read once more; a collective call.
 
     Raises DataError on all ranks.
     """
-    other, _ = first_other(comm, [fingerprint.signed(of_batch(batch.whole()))])
+    other, _ = first_other(comm, [fingerprint.signed(batch_print)])
     if other is not None:
         raise DataError(
-            f"[data] the samples of step {step}, read again, are not on rank {other} what they "
-            "are on rank 0: every "
-            f"rank must be given the same samples; {CURE}"
+            f"[data] the samples of step {step}, read again, are not on rank {other} what they are "
+            f"on rank 0: every rank must be given the same samples; {CURE}"
         ).on_all_ranks()
 
 
@@ -347,7 +327,7 @@ class Watch:
         batch = batch if known else batch.whole()
         mine = [
             hash_of((len(order), batch.dataset.form)),
-            fingerprint.signed(_of_words(order)),
+            fingerprint.signed(fingerprint.of_bytes(order)),
             0 if known else fingerprint.signed(of_batch(batch)),
             hash_of(rates),
         ]
@@ -371,9 +351,8 @@ class Watch:
         )
         at = int(np.flatnonzero(everyone[other].view(np.int64) != everyone[0].view(np.int64))[0])
         raise ConfigError(
-            f"[train] the learning rate of step {step + at + 1} is {everyone[other, at]:g} on "
-            f"rank {other}, and "
-            f"{everyone[0, at]:g} on rank 0; give all ranks the same schedule"
+            f"[train] the learning rate of step {step + at + 1} is {everyone[other, at]:g} on rank "
+            f"{other}, and {everyone[0, at]:g} on rank 0; give all ranks the same schedule"
         ).on_all_ranks()
 
     def end(self) -> None:
@@ -383,7 +362,9 @@ class Watch:
         if self.comm.size == 1 or not self.every:
             return
         order = self._order()
-        other, _ = first_other(self.comm, [len(order), fingerprint.signed(_of_words(order))])
+        other, _ = first_other(
+            self.comm, [len(order), fingerprint.signed(fingerprint.of_bytes(order))]
+        )
         if other is not None:
             raise DataError(
                 f"[data] the last batches of rank {other} have other samples than those of rank "
@@ -405,13 +386,15 @@ class Watch:
         everyone = self.comm.all_gather(order)
         at = int(np.flatnonzero(everyone[other] != everyone[0])[0])
         raise DataError(
-            f"[data] by {self._at(step)} rank {other} is given sample {everyone[other, at]} "
-            "where rank 0 is given "
-            f"sample {everyone[0, at]}; {ALIKE}, such as a sampler with one seed"
+            f"[data] by {self._at(step)} rank {other} is given sample {everyone[other, at]} where "
+            f"rank 0 is given sample {everyone[0, at]}; {ALIKE}, such as a sampler with one seed"
         ).on_all_ranks()
 
     def _differ_in_samples(self, batch: Batch, other: int, step: int) -> None:
-        own = [fingerprint.signed(_of_words(_rows(batch.dataset, i[None]))) for i in batch.indices]
+        own = [
+            fingerprint.signed(fingerprint.of_bytes(_rows(batch.dataset, i[None])))
+            for i in batch.indices
+        ]
         found = self.comm.all_gather(np.array(own, np.int64))
         wrong = np.flatnonzero(found[other] != found[0])
         at = int(wrong[0]) if len(wrong) else 0

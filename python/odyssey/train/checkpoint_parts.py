@@ -1,7 +1,6 @@
-"""Checkpoints of which each rank writes the part that it has, in a file of its own
-(docs/checkpoints.md).
+"""Checkpoints of which each rank writes its part, in a separate file (docs/checkpoints.md).
 
-No rank has, or is sent, more than it trains with. How they are read, resume.shared says.
+So no rank needs memory for more than it trains with. `resume.shared` reads them.
 """
 
 from __future__ import annotations
@@ -23,11 +22,21 @@ if TYPE_CHECKING:
 def save(
     comm: Communicator, store: Store | None, snapshot: Snapshot, marks: Sequence[str] = ()
 ) -> bool:
-    """Writes a checkpoint of which each rank has a part (its pieces, and the arrays that it
-    alone has); collective. store: on rank 0. Returns False if not all ranks see its
-    directory: nothing was written. Raises as Store.save.
+    """Writes a checkpoint of which each rank has a part; a collective call.
+
+    Args:
+        comm: all ranks.
+        store: on rank 0; None on other ranks.
+        snapshot: the part of this rank: pieces of tensors, and arrays that no other rank has.
+        marks: names by which callbacks mark the checkpoint.
+
+    Returns:
+        False if not all ranks see the directory of the store: nothing was written. Else True.
+
+    Raises:
+        OutputError, NumericsError: As Store.save, on all ranks.
     """
-    from ..checkpoints.manifest import file_of, file_text
+    from ..checkpoints.manifest import encode_file, parse_file
     from ..checkpoints.snapshot import TensorSlice, plain_values
     from ..checkpoints.writer import write_file
 
@@ -46,17 +55,17 @@ def save(
         with on_all_ranks(comm):
             if local_pieces:
                 file = write_file(folder, f"rank-{comm.rank:05}", snapshot.step, local_pieces, True)
-                text = file_text(file).encode()
+                text = encode_file(file).encode()
         entries = comm.all_gather_each(np.frombuffer(text, np.uint8))
     finally:
         if entries is None and store is not None:
             store.abandon(snapshot.step)
-    files = (file_of(json.loads(text.tobytes())) for text in entries if text.size)
+    files = (parse_file(json.loads(text.tobytes())) for text in entries if text.size)
     values = snapshot.values
-    by_first(
-        comm,
-        lambda: str(
-            store.finish(snapshot.step, plain_values(snapshot.step, values), list(files), marks)
-        ),
-    )
+
+    def finish() -> str:
+        saved_values = plain_values(snapshot.step, values)
+        return str(store.finish(snapshot.step, saved_values, list(files), marks))
+
+    by_first(comm, finish)
     return True

@@ -15,7 +15,7 @@ _complete: dict[str, Any] = {}
 
 
 def check_attempt(run: Run) -> None:
-    """DataError where a later attempt of the run has taken over."""
+    """Raises DataError if a later attempt of the run has started."""
     number = read_json(run.attempt_file)["attempt"] if run.attempt_file.exists() else 0
     if number > run.attempt:
         raise DataError(
@@ -27,21 +27,22 @@ def check_attempt(run: Run) -> None:
 
 
 def complete(run: Run, record: dict[str, Any]) -> None:
-    """A training of a run is complete: its record is written when the program ends in order."""
+    """Registers the record of a complete training run; a normal exit of the program writes it."""
     atexit.unregister(_write_complete)
     atexit.register(_write_complete)
     _complete["record"] = (run, record)
 
 
 def incomplete() -> None:
-    """The program ends with an error: its run is not complete, whatever its fit()s did."""
+    """Drops the record of a complete training run, because there is more to do, or an error."""
     _complete.clear()
 
 
 def _write_complete() -> None:
-    """At the end of the program: the record that says that its run is complete, if it ends in
-    order. Not at the end of a fit(): a program may have several. An exception, and an attempt
-    that another has replaced, leave no record.
+    """Writes the record of a complete training run when the program exits normally.
+
+    It is not written at the end of a fit(), because a program may have several. After an exception,
+    or if a later attempt of the run has started, no record is written.
     """
     completed = _complete.pop("record", None)
     if completed is None or getattr(sys, "last_type", None) is not None or exits.leaving()[0]:

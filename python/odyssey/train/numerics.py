@@ -136,40 +136,45 @@ def check_replicas(
 
 
 def replicas_differ(step: int, names: Sequence[str], table: np.ndarray) -> str | None:
-    """Returns what to say about the fingerprints of all ranks; None if replicas are the same.
+    """Returns a message about the first fingerprint that differs within a group, or None.
+
     table: int64 (ranks, 1 + names): the group of each rank, then its fingerprints.
     """
     if (table == table[0]).all():
-        return None  # by far the most frequent, and quickly seen
+        return None  # the usual case, which this comparison finds quickly
     for column, name in enumerate(names, 1):
         for group in np.unique(table[:, 0]):
             ranks = np.flatnonzero(table[:, 0] == group)
             values, counts = np.unique(table[ranks, column], return_counts=True)
             if len(values) == 1:
                 continue
+            # the ranks of each value, those of the most frequent value first
             sets = [ranks[table[ranks, column] == value].tolist() for value in values]
-            sets.sort(key=lambda s: (-len(s), s))
-            largest = sets[0]
-            other_ranks = sorted(sum(sets[1:], []))
-            if len(sets[1]) < len(largest):
-                difference = (
-                    f"the {name} of {_ranks(other_ranks)} differ from those of {_ranks(largest)}"
-                )
+            sets.sort(key=lambda members: (-len(members), members))
+            largest, *smaller_sets = sets
+            other_ranks = sorted(sum(smaller_sets, []))
+            if len(smaller_sets[0]) < len(largest):
+                odd_ones = _describe_ranks(other_ranks)
+                usual_ones = _describe_ranks(largest)
+                difference = f"the {name} of {odd_ones} differ from those of {usual_ones}"
             elif len(largest) > 1:
-                difference = f"the {name} of {' differ from those of '.join(map(_ranks, sets))}"
+                difference = (
+                    f"the {name} of {' differ from those of '.join(map(_describe_ranks, sets))}"
+                )
             else:
-                difference = f"the {name} of {_ranks(sorted(sum(sets, [])), ' and ')} differ"
+                difference = (
+                    f"the {name} of {_describe_ranks(sorted(sum(sets, [])), ' and ')} differ"
+                )
             return (
                 f"[check] step {step}: {difference}; they must be equal: a memory or hardware "
-                "error, "
-                "or a write into "
-                "parameters outside the optimizer. Go on from the last checkpoint (--resume auto)"
+                "error, or a write into parameters outside the optimizer. Go on from the last "
+                "checkpoint (--resume auto)"
             )
     return None
 
 
-def _ranks(ranks: Sequence[int], last: str = ", ") -> str:
-    """Ranks in words, at most eight by number."""
+def _describe_ranks(ranks: Sequence[int], last: str = ", ") -> str:
+    """Returns ranks in words for a message, at most eight of them by number."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > 8:

@@ -10,7 +10,6 @@ import functools
 import json
 import operator
 import os
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,11 +17,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..base.files import nearest
 from ..base.hooks import machine
-from ..base.launcher import mpi_library
 from ..base.limits import MIB
 from ..base.runs import ATTEMPT, EXPECTED_RANKS
+from ..base.versions import versions
 from ..comm import Communicator
+from ..comm.cores import MASK_BITS, core_mask
 from ..errors import ConfigError, OutputError, printable
 from ..settings.declarations import Settings, declared
 from .agreement import hash_of, texts
@@ -33,49 +34,21 @@ PER_RANK = frozenset(name for name, s in declared(Settings).items() if not s.sam
 # of the newest there must be room for: the old one, the new one, what surrounds them
 CHECKPOINTS = 2.2
 
-_CORES = 1024  # that a mask tells apart
 _MAX_TEXT_BYTES = 16 << 10  # bytes by which ranks explain a difference
 
 
-def version(package: str) -> str:
-    """The installed version of a package, "none" where it is not."""
-    loaded_version = getattr(sys.modules.get(package), "__version__", None)
-    if isinstance(loaded_version, str):
-        return loaded_version  # a look at files takes longer
-    from importlib import metadata
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "none"
-
-
-def versions() -> dict[str, str]:
-    """Returns what must be the same on all ranks; "MPI" where this process has started it."""
-    mpi = sys.modules.get("odyssey.comm.mpi")
-    return {
-        "odyssey": version("odyssey"),
-        "Python": ".".join(map(str, sys.version_info[:2])),
-        "numpy": version("numpy"),
-        "mpi4py": version("mpi4py"),
-        "MPI": "none" if mpi is None else mpi_library(mpi.MPI.Get_library_version()),
-    }
-
-
 def odd_one(rows: Sequence[Sequence[int]]) -> tuple[int, int, int] | None:
-    """The first column whose numbers are not all the same, a rank that has another one than
-    most, one of these.
+    """Returns (column, rank, other rank) of the first column whose numbers differ, or None.
+
+    The rank has another number than most ranks. The other rank is the first that has the usual one.
     """
     for column in range(len(rows[0])):
         values = [row[column] for row in rows]
         if len(set(values)) > 1:
             counts = Counter(values)
             usual = max(counts, key=lambda value: (counts[value], value == values[0]))
-            return (
-                column,
-                next(r for r, value in enumerate(values) if value != usual),
-                values.index(usual),
-            )
+            odd_rank = next(rank for rank, value in enumerate(values) if value != usual)
+            return column, odd_rank, values.index(usual)
     return None
 
 
@@ -106,12 +79,12 @@ def crowded(places: Sequence[RankPlace]) -> list[str]:
                 f" x {max_threads}" if len(ranks) * max_threads == threads else f" with {threads}"
             )
             machine_label = "this machine" if 0 in ranks else f"the machine of rank {ranks[0]}"
-            do = ["lower --threads"] * (max_threads > 1) + ["start fewer ranks"] * (len(ranks) > 1)
+            remedies = ["lower --threads"] * (max_threads > 1) + ["start fewer ranks"] * (
+                len(ranks) > 1
+            )
             warnings.append(
                 f"{count} thread{'s' * (threads > len(ranks))} on {machine_label}, which has "
-                f"{cores} "
-                f"core{'s' * (cores > 1)}: "
-                f"they take turns; {', or '.join(do)}"
+                f"{cores} core{'s' * (cores > 1)}: they take turns; {', or '.join(remedies)}"
             )
     return warnings
 
@@ -156,7 +129,7 @@ def at_start(
             "use the mpirun of the MPI that mpi4py uses (see `odyssey doctor`)"
         )
     if comm.size == 1:
-        return crowded([RankPlace(0, threads, _mask())])
+        return crowded([RankPlace(0, threads, core_mask())])
     configuration = json.dumps(
         {k: v for k, v in (settings or {}).items() if k not in PER_RANK},
         sort_keys=True,
@@ -164,21 +137,32 @@ def at_start(
     )
     fields = {**versions(), "attempt": environment.get(ATTEMPT, ""), "configuration": configuration}
     local_row = np.array([*map(hash_of, fields.values()), machine(), threads], np.int64)
-    mask = np.frombuffer(_mask().to_bytes(_CORES // 8, "little"), "<i8")
+    mask = np.frombuffer(core_mask().to_bytes(MASK_BITS // 8, "little"), "<i8")
     rows = comm.all_gather(np.concatenate([local_row, mask]))
-    n = len(fields)
-    if (odd := odd_one(rows[:, :n].tolist())) is not None:
+    field_count = len(fields)
+    if (odd := odd_one(rows[:, :field_count].tolist())) is not None:
         raise _explain_difference(comm, fields, *odd)
-    masks = [int.from_bytes(row.tobytes(), "little") for row in rows[:, n + 2 :].astype("<u8")]
+    masks = [
+        int.from_bytes(row.tobytes(), "little") for row in rows[:, field_count + 2 :].astype("<u8")
+    ]
     return crowded(
-        [RankPlace(*map(int, row[n : n + 2]), mask) for row, mask in zip(rows, masks, strict=True)]
+        [
+            RankPlace(*map(int, row[field_count : field_count + 2]), mask)
+            for row, mask in zip(rows, masks, strict=True)
+        ]
     )
 
 
 def _explain_difference(
     comm: Communicator, fields: Mapping[str, str], column: int, rank: int, other_rank: int
 ) -> ConfigError:
-    """Returns what differs, in words: every rank sends its value. All ranks come here together."""
+    """Returns an error about the field in which two ranks differ; a collective call.
+
+    Args:
+        fields: the fields of this rank by name.
+        column: the number of the field.
+        rank, other_rank: two ranks that differ in it.
+    """
     name, value = list(fields.items())[column]
     values = texts(comm, value, _MAX_TEXT_BYTES)
     if name != "configuration":
@@ -187,16 +171,21 @@ def _explain_difference(
             if name == "attempt"
             else "install the same on every host"
         )
-        a, b = (printable(values[r], limit=60) or "none" for r in (rank, other_rank))
+        value_here, value_there = (
+            printable(values[r], limit=60) or "none" for r in (rank, other_rank)
+        )
         return ConfigError(
-            f"[preflight] rank {rank} has {name} {a}, rank {other_rank} has {b}; {advice}"
+            f"[preflight] rank {rank} has {name} {value_here}, rank {other_rank} has "
+            f"{value_there}; {advice}"
         )
     try:
         ours = json.loads(values[rank])
         theirs = json.loads(values[other_rank])
         key = next(key for key in {**theirs, **ours} if ours.get(key) != theirs.get(key))
-        a, b = (printable(json.dumps(side.get(key)), limit=60) for side in (ours, theirs))
-        difference = f"{key} = {a}, and rank {other_rank} {key} = {b}"
+        value_here, value_there = (
+            printable(json.dumps(side.get(key)), limit=60) for side in (ours, theirs)
+        )
+        difference = f"{key} = {value_here}, and rank {other_rank} {key} = {value_there}"
     except (ValueError, StopIteration):
         difference = f"another configuration than rank {other_rank}"
     return ConfigError(
@@ -204,23 +193,12 @@ def _explain_difference(
     )
 
 
-def _mask() -> int:
-    """The cores of this process as bits; 0 where that is not known."""
-    cores = (
-        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 0)
-    )
-    return sum(1 << core for core in cores) if max(cores, default=0) < _CORES else 0
-
-
 def free(directory: Path) -> int:
     """Bytes that are free where `directory` is or will be; very many where that cannot be seen:
     the others wait for this rank, and who writes there will say what is wrong.
     """
-    place = os.path.abspath(directory)
-    while not os.path.exists(place) and place != os.path.dirname(place):
-        place = os.path.dirname(place)
     try:
-        stats = os.statvfs(place)
+        stats = os.statvfs(nearest(directory))
     except OSError:
         return 2**62
     return stats.f_bavail * stats.f_frsize

@@ -1,5 +1,5 @@
-"""Going on from a checkpoint: which settings must be the same for the same bits, and how all
-ranks get it.
+"""Resuming from a checkpoint: the settings that must be equal for the same bits, and how all ranks
+get the checkpoint.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 
 from .. import errors
 from ..base.files import parse_json
+from ..capture import NotAValue, encode
 from ..core.offload import maker
 from ..data import ArrayDataset, Vocabulary
 from ..data.datasets import digest
@@ -29,26 +30,30 @@ if TYPE_CHECKING:
     from ..data import DataLoader
     from ..optim import Schedule
 
-#: Steps whose learning-rate factor is compared: schedules are functions and cannot be.
+#: Steps whose learning-rate factor is compared, because schedules are functions, which can't be.
 PROBES = (0, *(n * 10**k for k in range(6) for n in (1, 2, 5)))
-_NO_SETTINGS = ("training", "arguments")  # of a module
-_ARRAY = "\0array"  # in JSON: dtype and shape of one that follows
-# file and tensor of a checkpoint: JSON of all epochs' records but the last one's
+_NO_SETTINGS = ("training", "arguments")  # attributes of a module that are no settings
+_ARRAY = "\0sent array"  # the key in JSON for the dtype and shape of an array that follows
+# the file and the tensor of a checkpoint with the records of all epochs but the last one, as JSON
 EARLIER = ("history", "records")
-# what a checkpoint was made with that is older than the setting
+# the file of a checkpoint with the arrays of what the state_dict() of callbacks returns
+CALLBACK_ARRAYS = "callbacks"
+# the values of settings in checkpoints that are older than the setting
 OLD_DEFAULTS = {"convolution algorithm": "auto"}
-#: What helps where settings are others on purpose.
+#: The advice for users who changed settings on purpose.
 ANEW = (
     "take its weights alone into a new training (resume='weights', --resume weights), or start "
-    "anew (resume='never', "
-    "--resume never, and another directory)"
+    "anew (resume='never', --resume never, and another directory)"
 )
-#: What older checkpoints, and those of loops of one's own, say nothing of.
+#: Settings that are missing in older checkpoints, and in those of user-written loops.
 OPTIONAL_KEYS = ("accumulation", "settings of layers", "settings of the loss")
 
 
 def probed(schedule: Schedule, steps: Iterable[int] = PROBES) -> list[float | None]:
-    """A schedule's factors at these steps; None where it has none, as one made of a table."""
+    """Returns a schedule's factors at these steps; None for a step where the schedule fails.
+
+    For example, a schedule made from a table has no factor after the table's end.
+    """
     factors: list[float | None] = []
     for step in steps:
         try:
@@ -59,8 +64,9 @@ def probed(schedule: Schedule, steps: Iterable[int] = PROBES) -> list[float | No
 
 
 def settings_of(module: object) -> list[list[Any]]:
-    """[class, name, value] of what a layer or loss of odyssey.nn was made with; a class of the
-    user's own may count.
+    """Returns [class, name, value] of each setting of a layer or loss of odyssey.nn.
+
+    The list is empty for classes of the user's own, because their attributes may be counters.
     """
     if not type(module).__module__.startswith("odyssey."):
         return []
@@ -78,14 +84,14 @@ def settings_of(module: object) -> list[list[Any]]:
 
 
 def data_configuration(loader: DataLoader, batch_size: int) -> dict[str, Any]:
-    """Returns what decides which samples a step sees; a data set by its `fingerprint`."""
+    """Returns the settings that decide which samples a step uses, and a fingerprint of data."""
     data = loader.dataset
     sampler = loader.sampler
     vocabulary = getattr(data, "vocabulary", None)
     return {
         **({"vocabulary": vocabulary.saved} if isinstance(vocabulary, Vocabulary) else {}),
         "batch size": batch_size,
-        "data set": [len(data), fingerprint(data), _ends(data)],
+        "data set": [len(data), fingerprint(data), _digest_samples(data)],
         "data order": [
             loader.seed,
             loader.shuffle,
@@ -95,18 +101,26 @@ def data_configuration(loader: DataLoader, batch_size: int) -> dict[str, Any]:
     }
 
 
-def _ends(data: Any) -> str:
-    """Returns what checkpoints before 0.3 have for a fingerprint: of three samples of an
-    ArrayDataset, or nothing.
+def _digest_samples(data: Any) -> str:
+    """Returns the fingerprint in checkpoints before 0.3: of three samples of an ArrayDataset.
+
+    For other data sets it is the fingerprint of nothing.
     """
     if not isinstance(data, ArrayDataset):
         return digest()
-    return digest(*leaves(data.gather(np.array(sorted({0, len(data) // 2, len(data) - 1})))))
+    indices = sorted({0, len(data) // 2, len(data) - 1})
+    return digest(*leaves(data.gather(np.array(indices))))
 
 
 def check(saved: dict[str, Any], current: dict[str, Any], name: str) -> None:
-    """ConfigError if a checkpoint called `name` was made with other settings: going on would be
-    another training.
+    """Compares the settings that a checkpoint was made with to the current ones.
+
+    Args:
+        saved, current: settings by name.
+        name: of the checkpoint, for messages.
+
+    Raises:
+        ConfigError: They differ, so a resumed run would have other results.
     """
     for key, value in current.items():
         if key not in saved and key in OPTIONAL_KEYS:
@@ -118,7 +132,7 @@ def check(saved: dict[str, Any], current: dict[str, Any], name: str) -> None:
                 f"[resume] {name} says nothing of the {key}; use --resume never, or another "
                 "checkpoint"
             )
-        # told by probes of its factors, which say nothing to a reader
+        # the values are factors at some steps, which would not help a user
         if saved[key] != value and key == "schedule":
             raise ConfigError(
                 f"[resume] {name} was made with another learning rate over time than this "
@@ -134,28 +148,28 @@ def check(saved: dict[str, Any], current: dict[str, Any], name: str) -> None:
                 f"[resume] {name} is of another model: {differs}; build that, or take another "
                 "directory"
             )
-        # of before 0.3
+        # before 0.3, checkpoints had (samples, fingerprint of three samples)
         if key == "data set" and isinstance(saved[key], list) and len(saved[key]) == 2:
             value = [value[0], value[2]]
         if saved[key] != value and key == "data set":
             raise ConfigError(
                 f"[resume] {name} was made with another data set "
-                f"({_describe_data_set(saved[key])}) than "
-                "this training has "
-                f"({_describe_data_set(value)}): files changed, or other ones are given; give "
-                "the same, or "
-                f"{ANEW}"
+                f"({_describe_data_set(saved[key])}) than this training has "
+                f"({_describe_data_set(value)}): files changed, or other ones are given; give the "
+                f"same, or {ANEW}"
             )
         if saved[key] != value:
             raise ConfigError(
-                f"[resume] {name} was made with {key} {_brief(saved[key], value)}, this training "
-                "has "
-                f"{_brief(value, saved[key])}; give the same, or {ANEW}"
+                f"[resume] {name} was made with {key} {_describe_value(saved[key], value)}, this "
+                f"training has {_describe_value(value, saved[key])}; give the same, or {ANEW}"
             )
 
 
 def _describe_difference(saved: Any, current: Any) -> str:
-    """The first parameter that two models do not have alike, in words; "": none was found."""
+    """Describes the first parameter that differs between two models; "" if they can't be compared.
+
+    saved, current: [name, shape, and True if it is frozen] of each parameter.
+    """
     try:
         saved_parameters, current_parameters = (
             {name: (tuple(shape), *frozen) for name, shape, *frozen in rows}
@@ -164,28 +178,32 @@ def _describe_difference(saved: Any, current: Any) -> str:
     except (TypeError, ValueError):
         return ""
     for name in (*current_parameters, *saved_parameters):
-        was = saved_parameters.get(name)
-        is_now = current_parameters.get(name)
-        if was is None or is_now is None:
-            return f"{name} is {'not in it' if was is None else 'in it and not in this one'}"
-        if was != is_now:
-            descriptions = [
-                f"{shape}{' (frozen)' * bool(frozen)}" for shape, *frozen in (was, is_now)
-            ]
-            return f"{name} is {descriptions[0]} there and {descriptions[1]} here"
+        saved_form = saved_parameters.get(name)
+        current_form = current_parameters.get(name)
+        if saved_form is None or current_form is None:
+            return f"{name} is {'not in it' if saved_form is None else 'in it and not in this one'}"
+        if saved_form != current_form:
+            there, here = (
+                f"{shape}{' (frozen)' * bool(frozen)}"
+                for shape, *frozen in (saved_form, current_form)
+            )
+            return f"{name} is {there} there and {here} here"
     return "its parameters come in another order"
 
 
 def _describe_data_set(value: Any) -> str:
-    """The data set of a configuration, for a message."""
+    """Returns the data set of a configuration in words, for a message."""
     count, data_fingerprint, *_ = (
         value if isinstance(value, list) and len(value) > 1 else ("?", None)
     )
     return f"{count} samples" + f", fingerprint {data_fingerprint}" * bool(data_fingerprint)
 
 
-def _brief(value: Any, counterpart: Any) -> str:
-    """A value for a message; of two lists only what is the first to differ."""
+def _describe_value(value: Any, counterpart: Any) -> str:
+    """Returns a value for a message; of a list only the first item that differs in the counterpart.
+
+    It follows nested lists of equal length, and shortens the text to 120 characters.
+    """
     while (
         isinstance(value, list) and isinstance(counterpart, list) and len(value) == len(counterpart)
     ):
@@ -193,16 +211,17 @@ def _brief(value: Any, counterpart: Any) -> str:
         if pair is None or not isinstance(pair[0], list):
             break
         value, counterpart = pair
-    # of pairs (name, value)
-    is_pair = isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)
-    text = f"{value[0]} = {json.dumps(value[1])}" if is_pair else json.dumps(value)
+    text = json.dumps(value)
+    if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str):
+        setting, setting_value = value
+        text = f"{setting} = {json.dumps(setting_value)}"
     return text if len(text) <= 120 else text[:117] + "..."
 
 
 def tensor(tensors: dict[str, Any], key: str, shape: tuple[int, ...], dtype: Any, name: str) -> Any:
-    """A tensor of a checkpoint called `name`, in memory or Stored.
+    """Returns a tensor of a checkpoint called `name`, in memory or Stored.
 
-    Raises CheckpointError: none of this form.
+    Raises CheckpointError: it is missing, or has another shape or dtype.
     """
     array = tensors.get(key)
     if array is None or array.shape != shape or array.dtype != dtype:
@@ -212,24 +231,26 @@ def tensor(tensors: dict[str, Any], key: str, shape: tuple[int, ...], dtype: Any
 
 
 def pack_tree(value: Any) -> tuple[bytes, list[np.ndarray]]:
-    """A tree of JSON's values and arrays as JSON, and the arrays in the order in which `read`
-    asks for them.
+    """Returns a tree of JSON's values and arrays as JSON, and a list of its arrays.
+
+    `read` asks for the arrays in the order of the list. Raises TypeError: the tree has another
+    value in it.
     """
     arrays: list[np.ndarray] = []
 
-    def described(array: Any) -> dict[str, Any]:
+    def describe_array(array: Any) -> dict[str, Any]:
         if not isinstance(array, np.ndarray):
             raise TypeError(f"a {type(array).__name__} is not sent; JSON's values and arrays are")
         arrays.append(array)
         return {_ARRAY: [array.dtype.name, list(array.shape)]}
 
-    return json.dumps(value, default=described).encode(), arrays
+    return json.dumps(value, default=describe_array).encode(), arrays
 
 
 def read(text: bytes, take: Callable[[str, list[int]], np.ndarray]) -> Any:
-    """Returns what `pack_tree` was given; take(dtype, shape) gives the next array.
+    """Returns the tree that `pack_tree` made JSON of; tuples become lists.
 
-    Tuples become lists.
+    take: a function of (dtype, shape) that returns the next array.
     """
     return json.loads(
         text, object_hook=lambda node: take(*node[_ARRAY]) if _ARRAY in node else node
@@ -237,9 +258,9 @@ def read(text: bytes, take: Callable[[str, list[int]], np.ndarray]) -> Any:
 
 
 def spread(comm: Communicator, value: Any, root: int = 0) -> Any:
-    """A tree of JSON's values and arrays that rank `root` has, on all ranks; a collective call.
+    """Sends a tree of JSON's values and arrays from rank `root` to all ranks; a collective call.
 
-    Tuples become lists.
+    Returns the tree. Tuples become lists. Ranks other than `root` ignore their `value`.
     """
     if comm.size == 1:
         return value
@@ -248,24 +269,25 @@ def spread(comm: Communicator, value: Any, root: int = 0) -> Any:
     text = comm.broadcast(
         np.frombuffer(bytearray(text) or bytearray(length), np.uint8), root
     ).tobytes()
-    outgoing = iter(arrays)
+    arrays_to_send = iter(arrays)
 
-    def received(dtype: str, shape: list[int]) -> np.ndarray:
+    def exchange_array(dtype: str, shape: list[int]) -> np.ndarray:
         array = (
-            np.array(next(outgoing), order="C")
+            np.array(next(arrays_to_send), order="C")
             if comm.rank == root
             else maker(np.empty)(shape, dtype)
         )
-        # bytes: of any dtype that a checkpoint holds
+        # as bytes, because checkpoints hold dtypes that a broadcast doesn't support
         comm.broadcast(array.reshape(-1).view(np.uint8), root)
         return array
 
-    return read(text, received)
+    return read(text, exchange_array)
 
 
 def by_first(comm: Communicator, act: Callable[[], Any]) -> Any:
-    """Returns what `act` gives on rank 0, a tree as `spread` has it, on all ranks, or raises its
-    error; collective.
+    """Calls `act` on rank 0, and returns its result on all ranks; a collective call.
+
+    The result is a tree, as for `spread`. If `act` raises an OdysseyError, all ranks raise it.
     """
     value = None
     with on_all_ranks(comm):
@@ -276,8 +298,9 @@ def by_first(comm: Communicator, act: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def on_all_ranks(comm: Communicator, agree: bool = True) -> Iterator[None]:
-    """Raises what goes wrong inside on one rank, the first of them, on all, if they `agree`: a
-    collective call then.
+    """Raises an OdysseyError of one rank in the block on all ranks; the first one if several fail.
+
+    The end of the block is a collective call. agree: False does nothing.
     """
     if not agree or comm.size == 1:
         yield
@@ -288,70 +311,89 @@ def on_all_ranks(comm: Communicator, agree: bool = True) -> Iterator[None]:
     except OdysseyError as problem:
         error = problem
     local_error = b"" if error is None else json.dumps([type(error).__name__, str(error)]).encode()
-    first_error = next(
-        (text for text in comm.all_gather_each(np.frombuffer(local_error, np.uint8)) if text.size),
-        None,
-    )
+    rank_errors = comm.all_gather_each(np.frombuffer(local_error, np.uint8))
+    first_error = next((text.tobytes() for text in rank_errors if text.size), None)
     if first_error is not None:
-        kind, text = json.loads(first_error.tobytes())
-        raise (
-            error if first_error.tobytes() == local_error else getattr(errors, kind)(text)
-        ).on_all_ranks()
+        class_name, message = json.loads(first_error)
+        is_local = first_error == local_error
+        raise (error if is_local else getattr(errors, class_name)(message)).on_all_ranks()
 
 
 def shared(
     comm: Communicator, read: Callable[[bool], tuple[Snapshot | None, str]], parts: bool = False
 ) -> tuple[Snapshot | None, str]:
-    """The snapshot, or none, and its name that `read` gives on rank 0, on all ranks, as `by_first`.
+    """Calls `read` on rank 0, and returns its snapshot (or None) and name on all ranks; collective.
 
-    `read` is asked whether its arrays must be in memory: not if ranks need `parts` of it and all
-    see the files, which each reads.
+    If ranks need only parts of the arrays, and all ranks see the files, each rank opens the files
+    and reads its parts. Otherwise rank 0 reads all arrays and sends them.
+
+    Args:
+        read: a function of True if the arrays must be in memory, else False. If it raises an
+            OdysseyError, all ranks raise it.
+        parts: True if ranks need only parts.
     """
     from ..checkpoints import Snapshot, reader
 
     if comm.size == 1:
         return by_first(comm, lambda: read(True))
-    own: Snapshot | None = None
+    local_snapshot: Snapshot | None = None
 
-    def first() -> list[Any]:
-        nonlocal own
-        own, name = read(not parts)
-        return [own and [own.step, {} if own.source else own.arrays, own.values, own.source], name]
+    def read_first() -> list[Any]:
+        nonlocal local_snapshot
+        local_snapshot, name = read(not parts)
+        if not local_snapshot:
+            return [local_snapshot, name]
+        # with a source, arrays are in files, which ranks may see
+        arrays = {} if local_snapshot.source else local_snapshot.arrays
+        content = [local_snapshot.step, arrays, local_snapshot.values, local_snapshot.source]
+        return [content, name]
 
-    sent, name = by_first(comm, first)
-    if sent is None or sent[3] is None:
-        return sent and Snapshot(*sent[:3]), name
-    step, _, values, source = sent
+    content, name = by_first(comm, read_first)
+    if content is None:
+        return None, name
+    step, arrays, values, source = content
+    if source is None:
+        return Snapshot(step, arrays, values), name
     if comm.rank:
         with contextlib.suppress(OdysseyError):
-            own = reader.opened(Path(source[0]), follow=True)[0]
-    sees_files = own is not None and list(own.source or ()) == list(source)
+            path, *_ = source
+            local_snapshot, _ = reader.open_snapshot(Path(path), follow=True)
+    sees_files = local_snapshot is not None and list(local_snapshot.source or ()) == list(source)
     if not comm.all_gather(np.array([sees_files], np.int32)).all():
-        read_all = (
-            (s, {n: np.asarray(t) for n, t in tensors.items()})
-            for s, tensors in (own.arrays.items() if own else ())
-        )
-        return Snapshot(step, by_first(comm, lambda: dict(read_all)), values), name
-    return Snapshot(step, own.arrays, values, source=tuple(source)), name
+
+        def read_all() -> dict[str, dict[str, np.ndarray]]:
+            return {
+                file: {tensor_name: np.asarray(value) for tensor_name, value in tensors.items()}
+                for file, tensors in local_snapshot.arrays.items()
+            }
+
+        return Snapshot(step, by_first(comm, read_all), values), name
+    return Snapshot(step, local_snapshot.arrays, values, source=tuple(source)), name
 
 
 def find(path: Path, tell: Callable[[str], None], in_memory: bool = True) -> tuple[Snapshot, str]:
-    """The checkpoint at a path, or the newest valid one of a directory of them or of a run, with
-    its name; no collective call. in_memory: its arrays are read at once. Raises CheckpointError:
-    there is none that is valid.
+    """Returns the checkpoint at a path, and its name; not a collective call.
+
+    Args:
+        path: a checkpoint, a directory of checkpoints or a run. Of the last two it is the newest
+            valid one.
+        tell: reports a line about each damaged checkpoint to the user.
+        in_memory: True reads all arrays now.
+
+    Raises:
+        CheckpointError: No checkpoint there is valid.
     """
     from ..checkpoints import Store, environment_key
 
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
     if (path / "manifest.json").exists():
-        return Store(path.parent, owner=False, key=environment_key()).load(
-            path, in_memory
-        ), path.name
+        store = Store(path.parent, owner=False, key=environment_key())
+        return store.load(path, in_memory), path.name
     store = Store(path, owner=False, key=environment_key())
-    snapshot, refused = store.newest(in_memory)
-    for one in refused:
-        tell(one.message(snapshot))
+    snapshot, damaged = store.newest(in_memory)
+    for checkpoint in damaged:
+        tell(checkpoint.message(snapshot))
     if snapshot is None:
         raise CheckpointError(
             f"[resume] {path} has no valid checkpoint; name another, or 'auto', 'never' or "
@@ -368,9 +410,11 @@ def wants_weights(resume: str | Path) -> bool:
 def weights(
     resume: str, folder: Path | None, say: Callable[[str], None], in_memory: bool
 ) -> tuple[Snapshot, str]:
-    """The checkpoint whose weights a new training begins with, and its name.
+    """Returns the checkpoint with the weights for a new training run, and its name.
 
-    Raises ConfigError: no directory is known. CheckpointError: none is valid there.
+    resume: "weights" for the newest of `folder`, or "weights:PATH".
+
+    Raises ConfigError: no directory is known. CheckpointError: no checkpoint there is valid.
     """
     place = resume.partition(":")[2] or folder
     if place is None:
@@ -381,21 +425,28 @@ def weights(
 
 
 def earlier(snapshot: Snapshot) -> list[Any]:
-    """The records of epochs before the last one; in older checkpoints they are among `values`,
-    as that one is.
+    """Returns the records of epochs before the last one, from a tensor of a checkpoint.
+
+    The list is empty for older checkpoints, which have all records in `values`.
     """
-    stem, name = EARLIER
-    text = snapshot.arrays.get(stem, {}).get(name)
-    return [] if text is None else parse_json(np.asarray(text).tobytes(), f"{stem}/{name}")
+    file, tensor_name = EARLIER
+    text = snapshot.arrays.get(file, {}).get(tensor_name)
+    if text is None:
+        return []
+    return parse_json(np.asarray(text).tobytes(), f"{file}/{tensor_name}")
 
 
-def state_of_callback(name: str, callback: Callback) -> dict[str, Any]:
-    """Returns what a checkpoint keeps of a callback. Raises ConfigError: it is not JSON."""
-    state = callback.state_dict()
+def state_of_callback(
+    name: str, callback: Callback, arrays: dict[str, np.ndarray]
+) -> dict[str, Any]:
+    """Returns what the `state_dict()` of a callback returns, as JSON; its arrays go into `arrays`.
+
+    Raises ConfigError: there is something in it that checkpoints can't keep.
+    """
     try:
-        json.dumps(state, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as problem:
+        return encode(callback.state_dict(), arrays, name)
+    except (NotAValue, RecursionError) as problem:
         raise ConfigError(
-            f"[{name}] state_dict() gives no JSON: {problem}; give numbers, texts, lists"
+            f"[{name}] state_dict() returns something that checkpoints can't keep: {problem}; "
+            "return numbers, strings, arrays and containers of them"
         ) from problem
-    return state

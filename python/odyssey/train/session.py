@@ -1,6 +1,6 @@
-"""One fit(): where it is in its data, and what happens between two of its steps.
+"""One fit(): its position in the data, its checkpoints, and everything between two of its steps.
 
-All methods are called by all ranks at the same steps; only rank 0 reads and writes files.
+All ranks call all methods, at the same steps. Only rank 0 reads and writes files.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ..base import slot
 from ..base.outputs import finite
 from ..base.runs import Run
 from ..callbacks import Context
+from ..capture import decode
 from ..checkpoints.trainable import Cursor, Tally, Trainable
 from ..comm.base import Communicator
 from ..data import Batch
@@ -43,9 +44,15 @@ _fits = 0  # calls of fit() of this process that belonged to a run: each has che
 
 
 class Session:
-    """A fit() of a trainer. loader: a DataLoader, or an iterable of batches that is the same
-    whenever it is iterated. context: the plan of the fit(), and where it is: kept up to date
-    here.
+    """A fit() of a trainer.
+
+    Args:
+        trainer: whose fit() it is.
+        loader: a DataLoader, or an iterable that yields the same batches each time.
+        context: the plan of the fit() and its position, which the session keeps up to date.
+
+    Raises:
+        ConfigError: The settings of checkpoints and `resume` don't fit together.
     """
 
     def __init__(self, trainer: Trainable, loader: Any, context: Context) -> None:
@@ -58,19 +65,26 @@ class Session:
         context.cursor = Cursor(loader_epoch=int(getattr(loader, "next_epoch", 0)))
         # seconds of the epoch before it was resumed
         self._seconds_before = 0.0
-        self._since = time.perf_counter()
-        self._complete = False  # the limit was reached within an epoch
-        self._checked = -1  # the step at which ranks were compared last
-        self._due = False  # a checkpoint, as soon as all ranks have the same weights
-        # the checkpoint that was put back, until its epoch has begun
+        self._measured_since = time.perf_counter()
+        self._limit_reached = False  # the limit was reached within an epoch
+        self._checked_step = -1  # the step at which ranks were compared last
+        # a checkpoint is written as soon as all ranks have the same weights
+        self._save_is_due = False
+        # the checkpoint that was restored and its name, until its epoch has started
         self._restored_checkpoint: tuple[Snapshot, str] | None = None
         self.run = None if saving.off else Run.current()
         self._store: Store | None = None
-        self._saved: int | None = None  # the step of the newest checkpoint
-        # epoch as the loader counts, step of it, and its batch
-        self._last: tuple[int, int, Batch] | None = None
+        self._saved_step: int | None = None  # the step of the newest checkpoint
+        # the epoch (as the loader counts), the step in it, and its batch
+        self._last_batch: tuple[int, int, Batch] | None = None
+        # what the loader held when that batch was used; if callbacks have changed it since, the
+        # batch would be another one if it was read again
+        self._loader_marks: dict[str, str] | None = None
+        # the fingerprint of its samples, if they were read before a callback may have changed them
+        self._last_print: int | None = None
         # the checkpoint of another directory that this training came from
         self._origin: str | None = None
+        self._callback_arrays: dict[str, np.ndarray] = {}  # of what state_dict() of them returns
         if not isinstance(saving.resume, (str, os.PathLike)):
             raise ConfigError(
                 f"[checkpoint] resume is {saving.resume!r}; give 'auto', 'never', 'weights' or "
@@ -105,7 +119,7 @@ class Session:
 
     @property
     def part(self) -> int:
-        """Which fit() of this process it is, of those that belong to a run."""
+        """The number of this fit() among those of this process that belong to a run."""
         return _fits
 
     @property
@@ -117,83 +131,95 @@ class Session:
 
     @property
     def saves(self) -> bool:
-        """Returns whether it makes checkpoints."""
+        """True if it writes checkpoints."""
         return self.folder is not None
 
     def begin(self) -> None:
-        """Goes to where the newest valid checkpoint is, or starts at the first step.
+        """Restores the newest valid checkpoint, or starts at the first step.
 
-        Raises ConfigError: it is of another training. CheckpointError: the one that was asked for
-        is not valid. OutputError: the directory cannot be used.
+        Raises ConfigError: it is of another training run. CheckpointError: the one that was
+        asked for isn't valid. OutputError: the directory can't be used.
         """
         if resume.wants_weights(self.saving.resume):
             if self.run is None or self.run.attempt < 2:
                 return self._take_weights()
-            # a restart goes on with what was begun
+            # a restart continues the run, which has the weights already
             self.saving = dataclasses.replace(self.saving, resume="auto")
+        loader_state = self.trainer.feed.loader_state
+        if loader_state is not None:
+            loader_state.active = self.saves
         if self.folder is None:
             if self.saving.resume not in RESUME:
-                self._go_to(
-                    *self._shared(
-                        lambda in_memory: resume.find(
-                            Path(self.saving.resume), self.trainer.say, in_memory
-                        )
-                    )
+                path = Path(self.saving.resume)
+                snapshot, name = self._share_snapshot(
+                    lambda in_memory: resume.find(path, self.trainer.say, in_memory)
                 )
+                self._restore_snapshot(snapshot, name)
             return
-        self._begin_directory()
-        snapshot, name = self._shared(self._find)
+        self._claim_directory()
+        snapshot, name = self._share_snapshot(self._find_start)
         if snapshot is not None:
-            self._go_to(snapshot, name)
+            self._restore_snapshot(snapshot, name)
             self._check_data(snapshot, name)
             self.trainer.say(
                 f"resumed from {name}: step {snapshot.step}, epoch "
-                f"{self.context.cursor.epoch + 1}, "
-                f"{self.context.cursor.samples:,} samples done"
+                f"{self.context.cursor.epoch + 1}, {self.context.cursor.samples:,} samples done"
             )
         if self.comm.rank == 0:
-            sampler = getattr(self.loader, "sampler", None)
-            if sampler is not None and not self.trainer._repeats(sampler):
-                self.trainer.say(
-                    f"[checkpoint] the loader's {type(sampler).__name__} has no set_epoch(): a "
-                    "training that goes on "
-                    "has the same bits only if it gives the same order whenever an epoch is "
-                    "begun again"
-                )
-            free_bytes = preflight.free(self.folder)
-            checkpoint_bytes = self.trainer.state_bytes
-            for warning in preflight.check_space(free_bytes, checkpoint_bytes, str(self.folder)):
-                self.trainer.say(warning)
+            self._warn_before_start()
+
+    def _warn_before_start(self) -> None:
+        """Warns if resuming may not repeat the order of the data, or if disk space is short.
+
+        Raises OutputError: not even one checkpoint fits.
+        """
+        sampler = getattr(self.loader, "sampler", None)
+        feed = self.trainer.feed
+        if sampler is not None and feed.loader_state is None and not feed.repeats(sampler):
+            self.trainer.say(
+                f"[checkpoint] the loader's {type(sampler).__name__} has no set_epoch(): a "
+                "training that goes on has the same bits only if it gives the same order "
+                "whenever an epoch is begun again"
+            )
+        free_bytes = preflight.free(self.folder)
+        checkpoint_bytes = self.trainer.state_bytes
+        for warning in preflight.check_space(free_bytes, checkpoint_bytes, str(self.folder)):
+            self.trainer.say(warning)
 
     def _take_weights(self) -> None:
-        """A new training begins with the weights of a checkpoint."""
-        if self.folder is not None:
-            self._begin_directory()
+        """Starts a new training run with the weights of a checkpoint; a collective call.
 
-        def source(in_memory: bool) -> tuple[Snapshot, str]:
-            self._store = None if self.folder is None else self._opened()
+        Raises ConfigError, CheckpointError or OutputError, as `begin`.
+        """
+        if self.folder is not None:
+            self._claim_directory()
+
+        def read_source(in_memory: bool) -> tuple[Snapshot, str]:
+            self._store = None if self.folder is None else self._open_store()
             return resume.weights(str(self.saving.resume), self.folder, self.trainer.say, in_memory)
 
-        snapshot, name = self._shared(source)
+        snapshot, name = self._share_snapshot(read_source)
         self.trainer.load_weights(snapshot, name)
-        resume.by_first(self.comm, self._put_aside)
+        resume.by_first(self.comm, self._move_old_checkpoints)
         self.trainer.say(
             f"the weights of {name} are taken; optimizer, schedule and epochs begin anew"
         )
 
-    def _put_aside(self) -> None:
-        """Moves checkpoints and step log of an earlier training of this directory beside it."""
+    def _move_old_checkpoints(self) -> None:
+        """Moves checkpoints and step log of an earlier training run to another folder."""
         if self._store is not None and (aside := self._store.put_aside()) is not None:
             if self.run is not None and self.log.exists():
                 os.replace(self.log, aside / self.log.name)
             self.trainer.say(f"[checkpoint] the checkpoints of before are in {aside}")
 
-    def _shared(
+    def _share_snapshot(
         self, read: Callable[[bool], tuple[Snapshot | None, str]]
     ) -> tuple[Snapshot | None, str]:
+        """Returns the snapshot and its name that `read` returns on rank 0, on all ranks."""
         return resume.shared(self.comm, read, self.trainer.in_parts)
 
-    def _opened(self) -> Store:
+    def _open_store(self) -> Store:
+        """Opens the directory of checkpoints; on rank 0."""
         from ..checkpoints import Store, environment_key
 
         attempt = self.run.attempt if self.run else 0
@@ -205,20 +231,19 @@ class Session:
             tell=self.trainer.say,
         )
 
-    def _begin_directory(self) -> None:
-        """Marks the run as not complete, as there is more to do.
+    def _claim_directory(self) -> None:
+        """Marks the directory as used by this fit(), and its run as not complete.
 
-        ConfigError where an earlier fit() of this trainer saved here: it would only find its own
-        end again.
+        Raises ConfigError: an earlier fit() of this trainer saved here. This one would restore the
+        end of that one, and have no steps left.
         """
-        place = os.path.realpath(self.folder)
-        if place in self.trainer.saved_in:
+        path = os.path.realpath(self.folder)
+        if path in self.trainer.saved_in:
             raise ConfigError(
                 "[checkpoint] an earlier fit() of this trainer has its checkpoints in "
-                f"{self.folder}; name another "
-                "checkpoint_dir for this one"
+                f"{self.folder}; name another checkpoint_dir for this one"
             )
-        self.trainer.saved_in.add(place)
+        self.trainer.saved_in.add(path)
         completion.incomplete()
 
         def unmark() -> None:
@@ -228,11 +253,15 @@ class Session:
 
         resume.by_first(self.comm, unmark)
 
-    def _find(self, in_memory: bool) -> tuple[Snapshot | None, str]:
-        """The start checkpoint and its name; opens the store. in_memory: see resume.find."""
+    def _find_start(self, in_memory: bool) -> tuple[Snapshot | None, str]:
+        """Opens the store, and returns the checkpoint to start from with its name; on rank 0.
+
+        Without a checkpoint it returns (None, ""). in_memory: see resume.find. Raises ConfigError:
+        the directory holds checkpoints that don't come from the one to start from.
+        """
         saving = self.saving
         folder = self.folder
-        self._store = self._opened()
+        self._store = self._open_store()
         # a restart of a run is no start
         if saving.resume == "never" and (self.run is None or self.run.attempt < 2):
             if self._store.names():
@@ -246,27 +275,29 @@ class Session:
         if snapshot is not None:
             self._origin = snapshot.values.get("origin")
         if saving.resume in RESUME or (snapshot is not None and self._origin == self._start_path):
-            for one in refused:
-                self.trainer.say(one.message(snapshot))
+            for checkpoint in refused:
+                self.trainer.say(checkpoint.message(snapshot))
             return snapshot, "" if snapshot is None else self._store.path_of(snapshot.step).name
         origin_snapshot, name = resume.find(Path(saving.resume), self.trainer.say, in_memory)
         if snapshot is not None and snapshot.step != origin_snapshot.step:
             raise ConfigError(
                 f"[checkpoint] resume is {saving.resume} (step {origin_snapshot.step}), but "
-                f"{folder} has "
-                "checkpoints that do not "
-                f"come from it, up to step {snapshot.step}; use another directory for the new ones"
+                f"{folder} has checkpoints that do not come from it, up to step {snapshot.step}; "
+                "use another directory for the new ones"
             )
         self._origin = self._start_path
         return origin_snapshot, name
 
     @property
     def _start_path(self) -> str | None:
-        """The path that training is to start from, as its checkpoints remember it."""
+        """The path of the checkpoint to start from, as checkpoints store it; None without one."""
         return None if self.saving.resume in RESUME else os.path.realpath(self.saving.resume)
 
-    def _go_to(self, snapshot: Snapshot, name: str) -> None:
-        """Puts a snapshot back: into the trainer, and this session's own part of it."""
+    def _restore_snapshot(self, snapshot: Snapshot, name: str) -> None:
+        """Restores the trainer and this session from a snapshot; a collective call.
+
+        Raises CheckpointError: its values of the session are missing or damaged.
+        """
         values = snapshot.values
         try:
             cursor = Cursor(**values["cursor"])
@@ -284,7 +315,7 @@ class Session:
             ) from problem
         for record in history.records:
             if record.get("train_loss") is None:
-                record["train_loss"] = math.nan  # which JSON has not
+                record["train_loss"] = math.nan  # JSON has no NaN, so it is stored as null
         self.trainer.load(snapshot, name)
         self.trainer.numerics.load_state_dict(numerics)
         if not self.trainer.mode.together and self.comm.rank:
@@ -293,49 +324,92 @@ class Session:
         self.context.tally = tally
         self._restored_checkpoint = snapshot, name
         self._seconds_before = seconds
-        self._since = time.perf_counter()
+        self._measured_since = time.perf_counter()
         vars(self.context.history).update(vars(history))
-        self._saved = snapshot.step
+        self._saved_step = snapshot.step
         if hasattr(self.loader, "start_at"):
-            # the last group may be short
+            if hasattr(self.loader, "set_epoch"):
+                self.loader.set_epoch(cursor.loader_epoch)  # its length may go by the epoch
+            # the last step of an epoch may have fewer batches
             batch = min(cursor.step * self.trainer.accumulation_steps, len(self.loader))
             self.loader.start_at(cursor.loader_epoch, batch)
+        self._restore_loader(snapshot, name)
+
+    def _restore_loader(self, snapshot: Snapshot, name: str) -> None:
+        """Sets a loader that has a `state_dict()` to its position, and checks the last batch.
+
+        It does nothing for other loaders. A collective call.
+
+        Raises:
+            CheckpointError: The loader does not accept its state.
+            DataError: It continues with other data, and nondeterministic data aren't allowed.
+        """
+        result = self.trainer.feed.restore_state(snapshot, name, self.context)
+        if result is None:
+            return
+        epoch, step, batch, rank_matches = result
+        if batch is not None:
+            self._last_batch = epoch, step, batch
+            self._last_print = None
+        if not rank_matches.all():
+            self._report_other_batch(
+                name,
+                epoch,
+                step,
+                rank_matches,
+                f"load_state_dict() of the {type(self.loader).__name__} does not continue where "
+                "state_dict() was called, files changed, or the data set does not repeat itself",
+            )
 
     def put_back(self, in_epoch: bool = False) -> None:
-        """Gives callbacks their states of the checkpoint that training goes on from, after
-        on_fit_start; a training that one of them had finished is left so, unless that one has
-        changed its mind. Callbacks hear of what was before the checkpoint once more: of the
-        start of the training, and in the middle of an epoch of its start (`in_epoch`). What
-        they did to weights and settings then is in the checkpoint, so it is put back after
-        them.
+        """Restores the states of callbacks from the checkpoint that the training run resumes from.
+
+        A resumed run calls on_fit_start of its callbacks again, and if it resumes in the middle of
+        an epoch also on_epoch_start. What these calls do to weights and settings is in the
+        checkpoint already. So this is called after each of them, and restores weights and settings
+        as well. A run that a callback had finished stays finished, unless that callback no longer
+        wants it.
+
+        in_epoch: False after on_fit_start, True after on_epoch_start.
         """
         if self._restored_checkpoint is None:
             return
         context = self.context
-        (snapshot, name) = self._restored_checkpoint
-        inside = context.cursor.step > 0
-        if context.own_code and (inside or not in_epoch):
-            self.trainer.put_back(snapshot, name)
-        if inside or not in_epoch:
-            self._restore_callbacks(snapshot.values, in_epoch=in_epoch)
+        snapshot, name = self._restored_checkpoint
+        is_mid_epoch = context.cursor.step > 0
+        if is_mid_epoch or not in_epoch:
+            if context.own_code:
+                self.trainer.put_back(snapshot, name)
+            self._restore_callbacks(snapshot, in_epoch=in_epoch)
+        if is_mid_epoch == in_epoch:
+            # no callback is called any more before the next step
+            self.trainer.restore_captured(snapshot, name)
         if in_epoch:
             self._restored_checkpoint = None
-            self.trainer.expect(snapshot, name, inside or not context.own_code)
+            self.trainer.expect(snapshot, name, is_mid_epoch or not context.own_code)
 
-    def _restore_callbacks(self, values: dict[str, Any], in_epoch: bool) -> None:
-        """in_epoch: for those of the user's own code, which have heard that the epoch begins."""
+    def _restore_callbacks(self, snapshot: Snapshot, in_epoch: bool) -> None:
+        """Restores callbacks, and the values that they logged, from the values of a checkpoint.
+
+        in_epoch: True after on_epoch_start. Then only callbacks of the user's own code are
+        restored, because only these may have changed their state in it.
+
+        Raises CheckpointError: a callback doesn't accept its state.
+        """
         context = self.context
+        values = snapshot.values
+        arrays = snapshot.arrays.get(resume.CALLBACK_ARRAYS, {})
         logged = {
-            name: (int(n), math.nan if v is None else v)
-            for name, (n, v) in (values.get("logged") or {}).items()
+            name: (int(call), math.nan if value is None else value)
+            for name, (call, value) in (values.get("logged") or {}).items()
         }
-        context.log_calls = max((n for n, _ in logged.values()), default=0)
+        context.log_calls = max((call for call, _ in logged.values()), default=0)
         context.logged = logged
         callbacks = context.named()
         for name, state in (values.get("callbacks") or {}).items():
             if name in callbacks and (callbacks[name].own_code or not in_epoch):
                 try:
-                    callbacks[name].load_state_dict(state)
+                    callbacks[name].load_state_dict(decode(state, arrays))
                 except (KeyError, TypeError, ValueError, IndexError) as problem:
                     raise CheckpointError(
                         f"[resume] the checkpoint's state of {name} is not taken back: "
@@ -347,21 +421,25 @@ class Session:
         if not in_epoch and finisher is not None and finisher.still_finished(context):
             context.finished = str(finished.get("why"))
             context.finisher = finisher
-            self._finish()
+            self._finish_training()
 
-    def _finish(self) -> None:
-        """Makes the current step the last one."""
+    def _finish_training(self) -> None:
+        """Makes the current step the last one, because a callback wants it."""
         context = self.context
         context.limit = context.history.steps + context.tally.steps
         self.trainer.say(f"[train] finished by {context.finished} after step {self.trainer.steps}")
 
     def _check_data(self, snapshot: Snapshot, name: str) -> None:
-        """Reads the last batch before a checkpoint again: it must be what it was, or the bits
-        would be others. Nothing is read where the checkpoint does not name it, or it would
-        take an epoch. Raises DataError: on all ranks: it is another.
+        """Reads the last batch before a checkpoint again, and compares it with the one used then.
+
+        If the data differ, a resumed run has other results. It reads nothing if the checkpoint
+        doesn't name the batch, or if reading it would take an epoch. A collective call.
+
+        Raises DataError: the batch differs on a rank, and nondeterministic data aren't allowed.
         """
         last = snapshot.values.get("last batch")
-        if last is None:
+        loader_state = self.trainer.feed.loader_state
+        if last is None or (loader_state is not None and loader_state.restored):
             return
         try:
             epoch = int(last["epoch"])
@@ -372,101 +450,155 @@ class Session:
                 f"[resume] {name} does not say what its last batch was: {problem}"
             ) from problem
         matches = True
-        # what draws from a generator gives its first batch again once, in a new process
+        # It is read twice: in a new process, a data set that draws from a generator can repeat its
+        # first batch once.
         for _ in range(2):
             batch = self.trainer.read_again(self.loader, epoch, step, self.context.cursor.step > 0)
             if batch is None:
                 return
             matches = matches and agreement.of_batch(batch) == expected
-        self._last = epoch, step, batch
+        self._last_batch = epoch, step, batch
+        self._last_print = None
         rank_matches = self.comm.all_gather(np.array([matches], np.int32))[:, 0]
         if rank_matches.all():
             return
+        self._report_other_batch(
+            name,
+            epoch,
+            step,
+            rank_matches,
+            "files changed, or the data set does not repeat itself",
+        )
+
+    def _report_other_batch(
+        self, name: str, epoch: int, step: int, rank_matches: np.ndarray, reasons: str
+    ) -> None:
+        """Reports that the last batch before a checkpoint is another one when it is read again.
+
+        Args:
+            name: of the checkpoint.
+            epoch, step: of the batch.
+            rank_matches: for each rank whether the batch is the same there.
+            reasons: what may have happened.
+
+        Raises:
+            DataError: Nondeterministic data aren't allowed.
+        """
         place = "" if not rank_matches.any() else f" on rank {int(np.argmin(rank_matches))}"
         text = (
             f"[resume] the last batch before {name} (epoch {epoch + 1}, step {step + 1} of it), "
-            "read again, is another"
-            f"{place}: files changed, or the data set does not repeat itself"
+            f"read again, is another{place}: {reasons}"
         )
         if self.saving.nondeterministic:
             self.trainer.say(f"{text}; training goes on, and its bits will not come again")
             return
+        advice = self.trainer.feed.advice(self.loader)
         raise DataError(
-            f"{text}, so training would go on with other bits; {agreement.CURE}, or use "
-            "--allow-nondeterministic-data "
-            "(allow_nondeterministic_data=True)"
+            f"{text}, so training would go on with other bits{advice}; {agreement.CURE}, or use "
+            "--allow-nondeterministic-data (allow_nondeterministic_data=True)"
         ).on_all_ranks()
 
     def seconds(self) -> float:
-        """Seconds that training has taken in this epoch so far."""
-        return self._seconds_before + time.perf_counter() - self._since
+        """Returns the seconds of training in this epoch so far."""
+        return self._seconds_before + time.perf_counter() - self._measured_since
 
     def leave_out(self, seconds: float) -> None:
-        """These were no training."""
-        self._since += seconds
+        """Excludes these seconds from the time of training."""
+        self._measured_since += seconds
 
     @property
     def finished(self) -> bool:
-        """Returns whether there is nothing left to do."""
-        c = self.context
+        """True if no step and no evaluation are left."""
+        context = self.context
         return (
-            c.cursor.epoch >= c.epochs
-            or self._complete
-            or (self.steps_left == 0 and not c.tally.samples)
+            context.cursor.epoch >= context.epochs
+            or self._limit_reached
+            or (self.steps_left == 0 and not context.tally.samples)
         )
 
     @property
     def first_batch(self) -> int:
-        """How many batches of this epoch a loader that cannot be told where to start must leave
-        out.
-        """
-        return (
-            0
-            if hasattr(self.loader, "start_at")
-            else self.context.cursor.step * self.trainer.accumulation_steps
-        )
+        """The number of batches of this epoch to skip; 0 for a loader that has a `start_at`."""
+        if hasattr(self.loader, "start_at"):
+            return 0
+        return self.context.cursor.step * self.trainer.accumulation_steps
 
     @property
     def steps_left(self) -> int | None:
-        """Steps until the limit, None without one."""
-        c = self.context
-        return None if c.limit is None else max(c.limit - c.history.steps - c.tally.steps, 0)
+        """The number of steps until the limit; None without a limit."""
+        context = self.context
+        if context.limit is None:
+            return None
+        return max(context.limit - context.history.steps - context.tally.steps, 0)
 
     def saved(self) -> int | None:
-        """The step of the newest checkpoint of this training; a collective call."""
+        """Returns the step of the newest checkpoint of this training run; a collective call.
 
-        def newest() -> int | None:
+        None if there is no checkpoint.
+        """
+
+        def find_newest_step() -> int | None:
             self._settle_store()
-            return max((int(name.split("_")[1]) for name in self._store.names()), default=None)
+            steps = (int(name.split("_")[1]) for name in self._store.names())  # step_NUMBER
+            return max(steps, default=None)
 
-        return resume.by_first(self.comm, newest) if self.saves else None
+        return resume.by_first(self.comm, find_newest_step) if self.saves else None
 
     def _settle_store(self) -> None:
-        """Waits for the save in the background, and tells what went wrong with it; on rank 0."""
+        """Waits for the save in the background, and reports its error to the user; on rank 0."""
         try:
             self._store.wait()
         except (OutputError, NumericsError) as problem:
             self.trainer.say(_describe_failure(problem))
 
     def roll_back(self) -> None:
-        """Goes back to the newest checkpoint."""
+        """Restores the newest checkpoint after a step that was not finite; a collective call."""
 
-        def newest(in_memory: bool) -> tuple[Snapshot | None, str]:
+        def find_newest(in_memory: bool) -> tuple[Snapshot | None, str]:
             self._settle_store()
             return resume.find(self.folder, self.trainer.say, in_memory)
 
-        snapshot, name = self._shared(newest)
+        snapshot, name = self._share_snapshot(find_newest)
+        # the current state of the policy, unlike the checkpoint's, has the batch to skip
         numerics = self.trainer.numerics.state_dict()
-        self._go_to(snapshot, name)
-        self.trainer.numerics.load_state_dict(numerics)  # it knows which batch to leave out now
+        self._restore_snapshot(snapshot, name)
+        self.trainer.numerics.load_state_dict(numerics)
+
+    def before_step(self, batch: Batch) -> None:
+        """Takes the fingerprint of a batch if a checkpoint is due after its step.
+
+        A callback may change the data set in on_step_end, for example the strength of a transform.
+        """
+        self._last_print = None
+        self._loader_marks = None
+        every = self.saving.every
+        is_due = self.saves and every is not None and (self.trainer.steps + 1) % every == 0
+        if is_due and self.context.own_code and self.trainer.mode.together:
+            self._last_print = agreement.of_batch(batch.whole())
+            if not getattr(self.loader, "reads_ahead", False):
+                self._loader_marks = self.trainer.capture.loader_marks()
+
+    def _fingerprint_last_batch(self) -> int:
+        """Returns the fingerprint of the samples of the last batch."""
+        if self._last_print is None:
+            _, _, batch = self._last_batch
+            self._last_print = agreement.of_batch(batch.whole())
+        return self._last_print
 
     def stepped(self, batch: Batch, samples: int) -> None:
-        """After a step on a batch, over so many samples (none, if it was left out): a checkpoint
-        if one is due. Raises Stopped: somebody asked for it; a checkpoint of this step is
-        there.
+        """Moves on by a step, compares ranks if it is time, and writes a checkpoint if one is due.
+
+        Args:
+            batch: of the step.
+            samples: how many were used; 0 if the batch was skipped.
+
+        Raises:
+            Stopped: Somebody asked to stop. The checkpoint of this step is written.
         """
         cursor = self.context.cursor
-        self._last = cursor.loader_epoch, cursor.step, batch
+        self._last_batch = cursor.loader_epoch, cursor.step, batch
+        if self.trainer.feed.loader_state is not None:
+            self.trainer.feed.loader_state.used(batch)
         cursor.step += 1
         cursor.samples += samples
         every = self.trainer.check_every
@@ -477,29 +609,43 @@ class Session:
             and self.trainer.mode.together
         ):
             self.trainer.check_alike()
-            self._checked = self.trainer.steps
+            self._checked_step = self.trainer.steps
         if (
             self.saves
             and self.saving.every is not None
             and self.trainer.steps % self.saving.every == 0
         ):
-            self._due = True
+            self._save_is_due = True
         if not self.trainer.mode.settled:
-            return  # each rank has weights of its own
+            return  # each rank has different weights at this step
         if self.context.finished is not None:
-            self._finish()
+            self._finish_training()
         elif self.context.stop is not None:
-            self._stop(self.context.stop)
-        elif self._due:
-            self._save()
+            self._stop_training(self.context.stop)
+        elif self._save_is_due:
+            self._save_checkpoint()
+
+    @property
+    def is_at_epoch_end(self) -> bool:
+        """True if all steps of the epoch were taken, as far as the loader knows its length."""
+        try:
+            length = -(-len(self.loader) // self.trainer.accumulation_steps)
+        except TypeError:
+            return False
+        return self.context.cursor.step == length
 
     def end_steps(self, tally: Tally) -> None:
-        """After the last step of an epoch, before its record is made.
+        """Notes the sums of an epoch after its last step, before its record is created.
 
-        Where the limit cuts an epoch short, the last checkpoint is made here: with a higher limit
-        training goes on within this epoch.
+        If the limit ends an epoch early, the last checkpoint is written here. So a run with a
+        higher limit can resume within this epoch.
         """
         self.context.tally = tally
+        if self.context.own_code and self.trainer.mode.together and self._last_batch is not None:
+            # It is computed here, because callbacks may change the data set in on_epoch_end.
+            self._fingerprint_last_batch()
+            if self.saves:
+                self._loader_marks = self.trainer.capture.loader_marks()
         if not self.trainer.mode.together and self.comm.rank:
             local_tally = dataclasses.replace(tally)  # rank 0 has the sums of all ranks
             self.context.tally = local_tally.put(0.0, 0.0, dict.fromkeys(tally.named, 0.0))
@@ -510,32 +656,32 @@ class Session:
             or self.trainer.mode.own_loop
         ):
             return
-        try:
-            length = -(-len(self.loader) // self.trainer.accumulation_steps)
-        except TypeError:
-            length = 0
-        if self.context.cursor.step != length:
-            self._complete = True
+        if not self.is_at_epoch_end:
+            self._limit_reached = True
             if self.saves:
-                self._save(wait=True)
-            # as it is where all steps were taken in this process
+                self._save_checkpoint(wait=True)
+            # as if the epoch had been read to its end
             if hasattr(self.loader, "start_at"):
                 self.loader.start_at(self.context.cursor.loader_epoch + 1, 0)
 
     def epoch_ended(self) -> None:
-        """After an epoch and its evaluation: a checkpoint or a stop, likewise."""
+        """Moves on to the next epoch, after the evaluation; writes a checkpoint if one is due.
+
+        Raises Stopped: somebody asked for it; the checkpoint is written.
+        """
         context = self.context
         context.emit("on_epoch_end")
-        if self._complete:
+        self.trainer.capture.end_epoch()
+        if self._limit_reached:
             return
         if context.finished is not None and (
             context.limit is None or context.limit > context.history.steps
         ):
             context.tally = Tally()
-            self._finish()
+            self._finish_training()
         context.tally = Tally()
         self._seconds_before = 0.0
-        self._since = time.perf_counter()
+        self._measured_since = time.perf_counter()
         old_cursor = context.cursor
         context.cursor = Cursor(
             old_cursor.epoch + 1, 0, old_cursor.loader_epoch + 1, old_cursor.samples
@@ -548,44 +694,48 @@ class Session:
             and context.stop is not None
             and context.cursor.epoch < context.epochs
         ):
-            self._stop(context.stop)
+            self._stop_training(context.stop)
         elif self.saves and due:
-            self._save()
+            self._save_checkpoint()
         if (
             context.own_code
             and context.cursor.epoch < context.epochs
             and self.trainer.mode.together
         ):
-            self.trainer.stays()  # only what hears of the next start may set a value outside
+            # from here on only on_epoch_start of a callback may change settings
+            self.trainer.stays()
 
-    def _stop(self, reason: str) -> None:
+    def _stop_training(self, reason: str) -> None:
+        """Writes a checkpoint, if this session does, and raises Stopped on all ranks."""
         text = f"[train] stopped by {reason} after step {self.trainer.steps}"
         if self.saves:
             from ..checkpoints.snapshot import step_name
 
-            self._save(wait=True)
+            self._save_checkpoint(wait=True)
             text += (
                 f"; checkpoint {step_name(self.trainer.steps)} is written, "
                 "the same command goes on from it"
             )
         raise Stopped(text).on_all_ranks()
 
-    def _save(self, wait: bool = False) -> None:
-        """Writes a checkpoint of this moment, in the background unless `wait`, if there is none
-        of it. A failure is told and training goes on; with `wait` it is an error.
+    def _save_checkpoint(self, wait: bool = False) -> None:
+        """Writes a checkpoint of this step, if there is none yet; a collective call.
+
+        wait: False writes it in the background, and reports a failure to the user while training
+        continues. True waits for it, and raises OutputError or NumericsError.
         """
         previous_phase = slot.phase("checkpoint")
-        self._due = False
+        self._save_is_due = False
         self.context.kept = set()
         self.context.marks = set()
         self.context.emit("on_checkpoint")
         if self._store is not None:
             self._store.kept = frozenset(self.context.kept)
         marks = tuple(sorted(self.context.marks))
-        if self._saved != self.trainer.steps or (wait and not self._is_written()):
-            self._check()
-            self._write(self._values(), marks, wait)
-            self._saved = self.trainer.steps
+        if self._saved_step != self.trainer.steps or (wait and not self._is_written()):
+            self._check_ranks()
+            self._write_checkpoint(self._collect_values(), marks, wait)
+            self._saved_step = self.trainer.steps
         else:
             if self._store is not None and marks:
                 self._settle_store()
@@ -594,25 +744,41 @@ class Session:
                 self.comm.barrier()
         slot.phase(previous_phase)
 
-    def _write(self, values: dict[str, Any], marks: Sequence[str], wait: bool) -> None:
-        def state(in_parts: bool) -> Snapshot | None:
-            snapshot = self.trainer.state(values, in_parts)
-            if self.comm.rank == 0 and (earlier := self.context.history.records[:-1]):
-                text = json.dumps(finite(earlier), allow_nan=False).encode()
-                snapshot.arrays[resume.EARLIER[0]] = {
-                    resume.EARLIER[1]: np.frombuffer(text, np.uint8)
-                }
-            return snapshot
+    def _take_snapshot(self, values: dict[str, Any], in_parts: bool) -> Snapshot | None:
+        """Returns the trainer's state, with this session's values and the history's records.
 
+        in_parts: True gives each rank the part that it has. Else rank 0 has all, other ranks None.
+        """
+        snapshot = self.trainer.state(values, in_parts)
+        earlier_records = self.context.history.records[:-1]
+        if self.comm.rank == 0 and self._callback_arrays:
+            snapshot.arrays[resume.CALLBACK_ARRAYS] = self._callback_arrays
+        if self.comm.rank == 0 and self.trainer.feed.loader_state is not None:
+            self.trainer.feed.loader_state.save(snapshot)
+        if self.comm.rank == 0 and earlier_records:
+            text = json.dumps(finite(earlier_records), allow_nan=False).encode()
+            file, tensor_name = resume.EARLIER
+            snapshot.arrays[file] = {tensor_name: np.frombuffer(text, np.uint8)}
+        return snapshot
+
+    def _write_checkpoint(self, values: dict[str, Any], marks: Sequence[str], wait: bool) -> None:
+        """Writes a checkpoint: each rank its part, if all see the directory, else rank 0.
+
+        Args:
+            values: this session's part of it.
+            marks: names by which callbacks mark it.
+            wait: see `_save_checkpoint`.
+        """
         if self.comm.rank == 0:
             self._settle_store()
         try:
+            # the part of this rank is not kept in a variable: it is freed before a whole snapshot
             if self.trainer.in_parts and checkpoint_parts.save(
-                self.comm, self._store, state(True), marks
+                self.comm, self._store, self._take_snapshot(values, in_parts=True), marks
             ):
                 return
-            snapshot = state(False)
-            if wait:  # nobody ends before it is there; all end if it cannot be written
+            snapshot = self._take_snapshot(values, in_parts=False)
+            if wait:  # no rank exits before it is written; all raise if it can't be written
                 resume.by_first(self.comm, lambda: str(self._store.save(snapshot, marks)))
             elif snapshot is not None:
                 self._store.save_later(snapshot, marks)
@@ -622,24 +788,26 @@ class Session:
             # if an update has overflowed, the next step finds it, on all ranks
             self.trainer.say(_describe_failure(problem))
 
-    def _check(self) -> None:
-        """Before a checkpoint, and at the end: ranks must have the same, and a resumed training
-        would compute it.
+    def _check_ranks(self) -> None:
+        """Compares weights and the last batch between ranks, before a checkpoint and at the end.
+
+        It also checks that nothing was changed that a resumed run would not have. A collective
+        call. Raises NumericsError, ConfigError or DataError on all ranks.
         """
         trainer = self.trainer
         if not trainer.mode.together:
             return
         if self.saves:
             trainer.stays()
-        if trainer.check_every and self.comm.size > 1 and self._checked != trainer.steps:
+        if trainer.check_every and self.comm.size > 1 and self._checked_step != trainer.steps:
             trainer.check_alike()
-            self._checked = trainer.steps
-            if self._last is not None and not self.saving.nondeterministic:
-                agreement.last_batch(self.comm, self._last[2], trainer.steps)
+            self._checked_step = trainer.steps
+            if self._last_batch is not None and not self.saving.nondeterministic:
+                agreement.last_batch(self.comm, self._fingerprint_last_batch(), trainer.steps)
 
     def _is_written(self) -> bool:
-        """Returns whether the checkpoint of this step, begun in the background, has been
-        written; a collective call.
+        """Returns whether the checkpoint of this step is written, after waiting for the save in the
+        background; a collective call.
         """
 
         def exists() -> bool:
@@ -648,39 +816,55 @@ class Session:
 
         return resume.by_first(self.comm, exists)
 
-    def _values(self) -> dict[str, Any]:
-        """This session's part of a checkpoint; a collective call where ranks have tallies of
-        their own.
+    def _has_loader_changed(self) -> bool:
+        """Tells whether callbacks have changed what the loader holds since the last batch was used.
+
+        If the step of a checkpoint was not known before, transforms are compared with what they
+        were when the epoch started.
         """
+        if self._last_batch is None or not self.context.own_code:
+            return False
+        capture = self.trainer.capture
+        if self._loader_marks is None:
+            return bool(capture.changed_transforms())
+        return self._loader_marks != capture.loader_marks()
+
+    def _collect_values(self) -> dict[str, Any]:
+        """Returns this session's part of a checkpoint; collective if each rank has a tally."""
         tally = self.trainer.mode.whole_tally(self.context.tally)
         optional_values: dict[str, Any] = {}
-        if self._last is not None and self.comm.rank == 0:
-            epoch, step, batch = self._last
-            mark = f"{agreement.of_batch(batch.whole()):016x}"
-            optional_values["last batch"] = {"epoch": epoch, "step": step, "fingerprint": mark}
+        has_changed = self._has_loader_changed()
+        if self._last_batch is not None and self.comm.rank == 0 and not has_changed:
+            epoch, step, _ = self._last_batch
+            digest = f"{self._fingerprint_last_batch():016x}"
+            optional_values["last batch"] = {"epoch": epoch, "step": step, "fingerprint": digest}
         if self.saving.nondeterministic:
             optional_values["nondeterministic data"] = True
         callbacks = self.context.named()
+        self._callback_arrays = {}
         if callbacks:
             optional_values["logged"] = finite(self.context.logged)
             optional_values["callbacks"] = {
-                name: resume.state_of_callback(name, callback)
+                name: resume.state_of_callback(name, callback, self._callback_arrays)
                 for name, callback in callbacks.items()
             }
         if self.context.finished is not None:
-            by = next(
+            finisher_name = next(
                 (name for name, callback in callbacks.items() if callback is self.context.finisher),
                 None,
             )
-            optional_values["finished"] = {"by": by, "why": self.context.finished}
+            optional_values["finished"] = {"by": finisher_name, "why": self.context.finished}
+        known_sums = {
+            key: value for key, value in dataclasses.asdict(tally).items() if value is not None
+        }
+        # earlier records are in a tensor of the checkpoint (resume.EARLIER)
+        history = {**vars(self.context.history), "records": self.context.history.records[-1:]}
         return {
             **optional_values,
             "cursor": dataclasses.asdict(self.context.cursor),
             "seconds": self.seconds(),
-            "tally": finite({k: v for k, v in dataclasses.asdict(tally).items() if v is not None}),
-            "history": finite(
-                {**vars(self.context.history), "records": self.context.history.records[-1:]}
-            ),
+            "tally": finite(known_sums),
+            "history": finite(history),
             "numerics": self.trainer.numerics.state_dict(),
             "epochs": self.context.epochs,
             "origin": self._origin,
@@ -688,11 +872,15 @@ class Session:
         }
 
     def end(self) -> None:
-        """The training is complete: its last checkpoint, and in a run the record that says so."""
-        self._check()
+        """Writes the last checkpoint of a complete training run.
+
+        If it belongs to a run of `odyssey launch`, the exit of the program writes a record that the
+        run is complete.
+        """
+        self._check_ranks()
         if not self.saves:
             return
-        self._save(wait=True)
+        self._save_checkpoint(wait=True)
         if self.run is not None:
             sha = self.trainer.weights_sha256()
             if self.comm.rank == 0:
@@ -704,16 +892,16 @@ class Session:
                 completion.complete(self.run, record)
 
     def close(self) -> None:
-        """Gives back threads and the directory, whatever happened."""
+        """Closes the store: ends its threads, and releases the directory; reports a failed save."""
         if self._store is not None:
             try:
                 self._store.close()
-            # where the training failed, that is the error
+            # reported only, because it would hide the error of a training run that failed
             except (OutputError, NumericsError) as problem:
                 self.trainer.say(str(problem))
             self._store = None
 
 
 def _describe_failure(problem: OdysseyError) -> str:
-    """Returns what the user is told of a checkpoint that was not written."""
+    """Returns the line for the user about a checkpoint that was not written."""
     return f"{problem}; training goes on, the one before stays"

@@ -5,8 +5,9 @@ nothing of ranks, meshes or ZeRO stages, put back on any layout, and looked at.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,86 +15,95 @@ import numpy as np
 
 from ..base.files import write_whole
 from ..base.outputs import write_weights
+from ..capture import Capture
+from ..core import fingerprint, setting_versions
 from ..core.arena import Arena
 from ..core.native import KERNELS
-from ..core.precision import GradScaler
 from ..engine.layout import Layout
 from ..errors import CheckpointError, ConfigError, NumericsError
-from ..optim import Schedule
 from ..parallel.mesh import Mesh
-from ..settings.declarations import of_checkpoint
-from . import resume
-from .changing import Changing
-from .numerics import check_replicas
+from ..settings.declarations import Training, of_checkpoint
+from . import agreement, resume
+from .changing import ChangingSettings
+from .feed import BatchFeed
+from .rank_checks import EngineChecks
+from .sharing import BatchSharing
+from .stepper import EngineStepper
+
+CAPTURED = "captured"  # the file of a checkpoint with the arrays that the walk has captured
 
 if TYPE_CHECKING:
     from ..checkpoints import Snapshot
     from ..checkpoints.snapshot import TensorSlice
 
 
-def _per_step(key: str, text: str) -> Any:
-    """A figure of the engine for each training step so far."""
-    return property(lambda trainer: getattr(trainer._train, key) / max(trainer.steps, 1), doc=text)
+class EngineState:
+    """The state of a training with the engine: taken, put back, and looked at.
 
+    checkpoints/trainable.py says what each method does that a trainer has as well.
 
-class EngineState(Changing):
-    """The part of a DistributedTrainer that is about its state; checkpoints/trainable.py says
-    what each method does.
+    Args:
+        stepper: has the model, the optimizer, their memory and the engine.
+        changing: settings that may change while the training runs.
+        checks: are told what a checkpoint says of the next step.
+        capture: knows the state beyond weights.
+        sharing: has the shard size.
+        feed: has the description of the data.
+        layout, mesh: of all ranks.
+        settings: of the trainer.
+        say: tells the user a line.
     """
 
-    layout: Layout
-    mesh: Mesh
-    loss: Any
-    schedule: Schedule
-    scaler: GradScaler
-    _replicas: Callable[[], list[int]] | None = None
-    # by id of a step's updates: these, and what makes them
-    _prints: dict[int, tuple[Any, Callable[[], list[int]]]]
+    def __init__(
+        self,
+        *,
+        stepper: EngineStepper,
+        changing: ChangingSettings,
+        checks: EngineChecks,
+        capture: Capture,
+        sharing: BatchSharing,
+        feed: BatchFeed,
+        layout: Layout,
+        mesh: Mesh,
+        settings: Training,
+        say: Callable[[str], None],
+    ) -> None:
+        self.stepper = stepper
+        self.engine = stepper.engine
+        self.optimizer = stepper.optimizer
+        self.arena = stepper.arena
+        self.scaler = stepper.scaler
+        self.learning_rate = stepper.learning_rate
+        self.mode = stepper.mode
+        self.comm = stepper.mode.comm
+        self.changing = changing
+        self.checks = checks
+        self.capture = capture
+        self.sharing = sharing
+        self.feed = feed
+        self.layout = layout
+        self.mesh = mesh
+        self.settings = settings
+        self.say = say
+        # by id of a step's updates: these, and what makes their fingerprints
+        self._prints: dict[int, tuple[Any, Callable[[], list[int]]]] = {}
 
     def fingerprints(self) -> tuple[int, int]:
         """Returns those of the last step's gradients and of the weights, as far as this rank
         counts them.
         """
-        updates = self.last.updates
+        updates = self.stepper.last.updates
         own = self._prints.get(id(updates))
         if own is None:  # the updates are kept, so that their id stays their own
-            counted = self._train.ownership.counted_updates(updates)
+            counted = self.engine.ownership.counted_updates(updates)
             gradients = [(u.grads, u.n, u.at) for u in counted]
             weights = [(u.params, u.n, u.at) for u in counted]
             own = self._prints[id(updates)] = (
                 updates,
-                self._train.fingerprints(gradients, weights, after=updates),
+                self.engine.fingerprints(gradients, weights, after=updates),
             )
         gradients, weights = own[1]()
         return gradients, weights
-
-    def check_replicas(self) -> None:
-        """Compares what the ranks hold alike; a collective call.
-
-        Raises NumericsError: on all ranks: they differ, as after a flipped bit in one rank's
-        memory.
-        """
-        if self.layout.zero == 3:
-            return
-        if self._train.team is not None:
-            own = self._train.team.weights()
-            wrong = [w for w, value in enumerate(own) if value != own[0]]
-            if wrong:
-                raise NumericsError(
-                    f"[check] step {self.steps}: the weights of worker {wrong[0]} of rank "
-                    f"{self.comm.rank} differ from "
-                    "those of its worker 0; a memory or hardware error. Go on from the last "
-                    "checkpoint (--resume auto)"
-                )
-            mine = own[0]
-        else:
-            if self._replicas is None:
-                at = self._train.parameters_address
-                # none on a rank whose stage has no parameters
-                runs = self._train.ownership.replicated()
-                self._replicas = self._train.fingerprints([(at + 4 * lo, n, lo) for lo, n in runs])
-            (mine,) = self._replicas()
-        check_replicas(self.comm, self.steps, {"weights": mine}, self._train.groups.model.rank)
 
     def weights_sha256(self) -> str:
         """SHA-256 over the bytes of the arena: one value for one training, on any layout.
@@ -101,12 +111,12 @@ class EngineState(Changing):
         Collective, as below.
         """
         self.mode.settle()
-        return self._train.ownership.digest()
+        return self.engine.ownership.digest()
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Returns copies of the parameters by name, whole on every rank. All ranks call it."""
         self.mode.settle()
-        flat = self._train.ownership.parameters()
+        flat = self.engine.ownership.parameters()
         return {name: self.arena.view(flat, name).copy() for name, _ in self.arena.named}
 
     def optimizer_state(self) -> dict[str, Any]:
@@ -122,7 +132,7 @@ class EngineState(Changing):
         in them.
         """
         # cut into parts at the first step
-        whole = self._train.ownership.state if self._warned else lambda state: state
+        whole = self.engine.ownership.state if self.stepper.is_recorded else lambda state: state
         _ = self.optimizer.state  # as the last step left it, also on GPUs or in a checkpoint
         return {name: whole(own) for name, own in self.optimizer.arrays.items()}
 
@@ -142,7 +152,7 @@ class EngineState(Changing):
         for name, whole in arrays.items():
             own = np.ascontiguousarray(whole, np.float32)
             self.optimizer.arrays[name][...] = (
-                self._train.ownership.own_state(own) if self._warned else own
+                self.engine.ownership.own_state(own) if self.stepper.is_recorded else own
             )
         self.optimizer.steps = int(state["steps"])
         self.optimizer.lr = float(state["lr"])
@@ -150,33 +160,26 @@ class EngineState(Changing):
     @property
     def plan(self) -> str:
         """How the model is cut over ranks, where odyssey decided it; known after the first step."""
-        return "\n".join(self._train.ownership.plans)
+        return "\n".join(self.engine.ownership.plans)
 
     def memory(self) -> dict[str, int]:
         """Bytes that training takes on this rank: parameters, gradients and their reduction,
         optimizer, activations.
         """
-        gradients, activations = self._train.memory()
+        gradients, activations = self.engine.memory()
         return {
-            "parameters": self._train.ownership.parameter_bytes,
+            "parameters": self.engine.ownership.parameter_bytes,
             "gradients": gradients,
             "optimizer": sum(a.nbytes for a in self.optimizer.arrays.values()),
             "activations": activations,
         }
 
-    bytes_per_step = _per_step(
-        "bytes_sent", "Bytes that this rank sends: gradients, ZeRO's parameters, pp's and tp's."
-    )
-    wire_bytes_per_step = _per_step(
-        "bytes_wire", "Bytes of them to other machines, of gradients along the tree."
-    )
-    bytes_per_step_uncompressed = _per_step("bytes_plain", "The same along the tree, uncompressed.")
-
     def last_gradients(self) -> dict[str, np.ndarray]:
         """The summed gradients of the last step by the parameters' names; before division,
         scaling and clipping. Raises ConfigError: ranks have parts of them (zero=, or a mesh).
         """
-        updates = self.last.updates if self.last is not None else []
+        last = self.stepper.last
+        updates = last.updates if last is not None else []
         if sum(u.n for u in updates) != self.arena.size:
             raise ConfigError(
                 "[train] the gradients are spread over ranks; they are whole with one rank, or "
@@ -185,7 +188,7 @@ class EngineState(Changing):
         flat = self.arena.make(self.arena.size)
         buffers = dict(self.arena.buffers)
         for u in updates:
-            flat[u.at : u.at + u.n] = self._train.gradients(u)
+            flat[u.at : u.at + u.n] = self.engine.gradients(u)
         return {
             name: self.arena.view(flat, name).copy()
             for name, _ in self.arena.named
@@ -208,22 +211,43 @@ class EngineState(Changing):
         if self.comm.rank == 0:
             write_whole(Path(path), lambda file: write_weights(file, state), mode=0o666)
 
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Gives weights (p.data) and the optimizer's state (optimizer.state), whole on every
+        rank, to be written alike.
+
+        A collective call: all ranks enter and leave it. On layouts where ranks have parts of them
+        (ZeRO, pipelines, tensor parallelism) they can be written nowhere else. Raises
+        NumericsError: ranks have written other values; nothing was changed. An exception inside
+        changes nothing either.
+        """
+        self.mode.settle()
+        whole = self.engine.ownership.parameters().copy()
+        states = {name: array.copy() for name, array in self.optimizer_arrays().items()}
+        with self.arena.whole(whole), self.optimizer.whole(states):
+            yield
+        prints = [fingerprint.signed(fingerprint.of(a)) for a in (whole, *states.values())]
+        rank, _ = agreement.first_other(self.comm, prints)
+        if rank is not None:
+            raise NumericsError(
+                f"[train] within writing() rank {rank} has written other values than rank 0; write "
+                "the same on all ranks, whatever part of the model they have"
+            ).on_all_ranks()
+        self.engine.ownership.load(lambda lo, out: np.copyto(out, whole[lo : lo + out.size]))
+        for name, array in states.items():
+            self.optimizer.arrays[name][...] = (
+                self.engine.ownership.own_state(array) if self.stepper.is_recorded else array
+            )
+
+    @property
+    def in_parts(self) -> bool:
+        return self.stepper.in_parts
+
+    partial = in_parts  # fingerprints() are then of this rank's part
+
     @property
     def state_bytes(self) -> int:
         return 4 * self.arena.size * (1 + len(self.optimizer.states))
-
-    def _layers(self) -> dict[str, Any]:
-        modules = list(self.model.modules())
-        layers = []
-        for m in modules:
-            named = (getattr(m, name, None) for name in ("p", *getattr(m, "configured", ())))
-            # "p" may be a layer
-            layers.append((type(m).__name__, *(v for v in named if isinstance(v, (int, float)))))
-        return {
-            "layers": layers,
-            "settings of layers": [said for m in modules for said in resume.settings_of(m)],
-            "settings of the loss": resume.settings_of(self.loss),
-        }
 
     def configuration(self) -> dict[str, Any]:
         """Returns what decides the bits of a training beside its data, as it was built.
@@ -231,10 +255,12 @@ class EngineState(Changing):
         Ranks, workers, threads, mesh, ZeRO stage, buckets and execution are not in it: they change
         nothing.
         """
-        built = self._built
-        frozen = self._built["frozen"]
+        built = self.changing.built
+        frozen = built["frozen"]
         settings = {
-            k: v for k, v in built["optimizer"].items() if isinstance(v, (int, float, tuple, list))
+            k: v
+            for k, v in built["optimizer"].items()
+            if isinstance(v, (int, float, tuple, list)) and k[0] != "_"
         }
         strategy = self.layout.reduction
         return as_json(
@@ -244,17 +270,17 @@ class EngineState(Changing):
                     for name, p in self.arena.named
                 ],
                 "optimizer": [type(self.optimizer).__name__, sorted(settings.items())],
-                "shard size": self.shard_size,
+                "shard size": self.sharing.shard_size,
                 **built["layers"],
-                "loss": type(self.loss).__name__,
+                "loss": type(self.stepper.loss).__name__,
                 "precision": [
-                    self.precision,
+                    self.settings.precision,
                     self.scaler.growth_interval if self.scaler.enabled else 0,
                 ],
                 "reduction": "tree" if strategy.same_bits else repr(strategy),
                 **of_checkpoint(self.settings),
-                "schedule": resume.probed(self.schedule),
-                **(self.data_configuration or {"accumulation": self.accumulation_steps}),
+                "schedule": built["schedule"],
+                **(self.feed.configuration or {"accumulation": self.settings.accumulation_steps}),
             }
         )
 
@@ -264,7 +290,7 @@ class EngineState(Changing):
         arena = self.arena
         arrays = {}
         if not parts:
-            flat = self._train.ownership.parameters()
+            flat = self.engine.ownership.parameters()
             states = self.optimizer_arrays()
             arrays["parameters"] = {name: arena.view(flat, name) for name, _ in arena.named}
             arrays["optimizer"] = {
@@ -272,17 +298,20 @@ class EngineState(Changing):
                 for state, whole in states.items()
                 for name, _ in arena.named
             }
-        (residuals, counts) = self._residuals()
+        residuals, counts = self._residuals()
         pieces = self._pieces() if parts else []
+        captured_arrays: dict[str, np.ndarray] = {}
+        captured = self._captured(captured_arrays)
         if self.comm.rank != 0:
-            return Snapshot(self.steps, pieces=pieces) if parts else None
+            return Snapshot(self.stepper.steps, pieces=pieces) if parts else None
         arrays["residuals"] = residuals
+        arrays[CAPTURED] = captured_arrays
         about = {
             "optimizer": {"steps": self.optimizer.steps, "lr": self.optimizer.lr},
             "scaler": self.scaler.state_dict(),
-            "lr_scaling": [self._lr_factor, self._lr_scaled],
-            "changed": self.changed(),
-            "buckets": None if self.layout.reduction.same_bits else self._train.ownership.cut,
+            "lr_scaling": [self.learning_rate.factor, self.learning_rate.is_scaled],
+            "changed": {**self.changing.changed(), "program": self.checks.program()},
+            "buckets": None if self.layout.reduction.same_bits else self.engine.ownership.cut,
             "configuration": self.configuration(),
             "kernels": KERNELS,
             "bucket size": self.layout.bucket_size_mb,
@@ -291,22 +320,33 @@ class EngineState(Changing):
             "zero": self.layout.zero,
             "layout": f"{self.mesh}, zero {self.layout.zero}, {self.layout.workers} workers",
             "residuals": counts,
+            "captured": captured,
         }
         arrays = {stem: tensors for stem, tensors in arrays.items() if tensors}
-        return Snapshot(self.steps, arrays, {**about, **values}, make=arena.make, pieces=pieces)
+        return Snapshot(
+            self.stepper.steps, arrays, {**about, **values}, make=arena.make, pieces=pieces
+        )
+
+    def _captured(self, arrays: dict[str, np.ndarray]) -> dict[str, Any] | None:
+        """Returns what the walk has captured on rank 0, and None on others; a collective call.
+
+        arrays: receives the arrays of it. Raises ConfigError, on all ranks: see `Capture.state`.
+        """
+        with resume.on_all_ranks(self.comm, self.mode.together):
+            return self.capture.state(arrays) if self.comm.rank == 0 else None
 
     def _pieces(self) -> list[TensorSlice]:
         """The parts of parameters and of the optimizer's arrays that this rank saves."""
-        from ..checkpoints.header import rows
+        from ..checkpoints.header import merge_runs
         from ..checkpoints.snapshot import TensorSlice
 
         states = dict(self.optimizer.state)
         shapes = {n: p.shape for n, p in self.arena.named}
         made = []
-        for name, runs, params, shift, at in self._train.ownership.saved():
+        for name, runs, params, shift, at in self.engine.ownership.saved():
             # the state is cut into parts at the first step
-            at = at if self._warned else self.arena.offsets[name]
-            for run in rows(runs):
+            at = at if self.stepper.is_recorded else self.arena.offsets[name]
+            for run in merge_runs(runs):
                 made.append(TensorSlice("parameters", name, shapes[name], run, params, shift))
                 for state, own in states.items():
                     own = own.view(np.ndarray)
@@ -319,10 +359,10 @@ class EngineState(Changing):
         numbers that replicas have alike. The first part of a name is the bucket; in a
         pipeline, where a stage has one, it is the stage.
         """
-        groups = self._train.groups
+        groups = self.engine.groups
         arrays: dict[str, np.ndarray] = {}
         counts: dict[str, int] = {}
-        for b, memory in sorted(self._train.memories.items()):
+        for b, memory in sorted(self.engine.memories.items()):
             for name, value in sorted(memory.items()):
                 key = f"{b + groups.p}/{name}"
                 if isinstance(value, int):
@@ -330,9 +370,9 @@ class EngineState(Changing):
                     continue
                 many = isinstance(value, list)
                 for i, array in enumerate(value if many else [value]):
-                    rows = groups.dp.gather(array)
-                    if rows is not None:
-                        arrays[f"{key}/{i}" if many else key] = rows
+                    merge_runs = groups.dp.gather(array)
+                    if merge_runs is not None:
+                        arrays[f"{key}/{i}" if many else key] = merge_runs
         # what other stages have comes to the first
         for stage in range(1, groups.pp.size if groups.d == 0 else 1):
             theirs = resume.spread(groups.pp, [arrays, counts], stage)
@@ -361,16 +401,14 @@ class EngineState(Changing):
         kernels = values.get("kernels", 1)
         if kernels != KERNELS:
             self.say(
-                f"[resume] {name} was made with kernels {kernels}, these are {KERNELS}: from "
-                "here on the bits may be "
-                "others than those of a training that was never stopped"
+                f"[resume] {name} was made with kernels {kernels}, these are {KERNELS}: from here "
+                "on the bits may be others than those of a training that was never stopped"
             )
         other = self._other_layout(values, "ranks", "mesh", "zero", "bucket size")
         if other and now["reduction"] != "tree":
             self.say(
-                f"[resume] {name} was made by {other[0]}, {other[1]}: with this reduction the "
-                "bits depend on it, "
-                "so the training goes on with others"
+                f"[resume] {name} was made by {other[0]}, {other[1]}: with this reduction the bits "
+                "depend on it, so the training goes on with others"
             )
         optimizer = _entry(values, "optimizer", name)
         scaler = _entry(values, "scaler", name)
@@ -382,8 +420,8 @@ class EngineState(Changing):
         memories = self._memories(snapshot, name)
         try:
             self.scaler.load_state_dict(scaler)
-            self._lr_factor = float(values["lr_scaling"][0])
-            self._lr_scaled = bool(values["lr_scaling"][1])
+            self.learning_rate.factor = float(values["lr_scaling"][0])
+            self.learning_rate.is_scaled = bool(values["lr_scaling"][1])
             self.optimizer.steps = int(optimizer["steps"])
             self.optimizer.lr = float(optimizer["lr"])
         except (KeyError, ConfigError, TypeError, ValueError) as problem:
@@ -392,20 +430,32 @@ class EngineState(Changing):
             ) from problem
         self.optimizer.coming = lambda: self._take_states(states)
         with resume.on_all_ranks(self.comm, snapshot.source is not None):
-            self._train.load(parameters.read, memories)
+            self.engine.load(parameters.read, memories)
             # else it is not known yet whose parts are whose
-            if self._warned or snapshot.source is None:
+            if self.stepper.is_recorded or snapshot.source is None:
                 _ = self.optimizer.state
-        self._expected_cut = values.get("buckets"), name
+        self.checks.expect_buckets(values.get("buckets"), name)
         if "changed" in values:  # older checkpoints have nothing of it
-            self.take_back(_entry(values, "changed", name), name)
-        self.shard_size = size
-        self.steps = snapshot.step
+            self.changing.restore(_entry(values, "changed", name), name)
+        self.restore_captured(snapshot, name, final=False)
+        self.sharing.shard_size = size
+        self.stepper.steps = snapshot.step
+
+    def restore_captured(self, snapshot: Snapshot, name: str, final: bool) -> None:
+        """Restores what the walk has captured; checkpoints before 0.3 have nothing of it.
+
+        final: see `Capture.restore`.
+        """
+        if "captured" in snapshot.values:
+            saved = _entry(snapshot.values, "captured", name)
+            self.capture.restore(saved, snapshot.arrays.get(CAPTURED, {}), name, final)
+            setting_versions.models.rise()
+            setting_versions.updates.rise()
 
     def load_weights(self, snapshot: Snapshot, name: str) -> None:
         parameters = _Named(self.arena, snapshot.arrays.get("parameters", {}), "", name)
         with resume.on_all_ranks(self.comm, snapshot.source is not None):
-            self._train.load(parameters.read, {})
+            self.engine.load(parameters.read, {})
 
     def _take_states(self, states: dict[str, _Named]) -> None:
         """Puts the state of a checkpoint into the optimizer's arrays, as far as this rank has
@@ -413,10 +463,10 @@ class EngineState(Changing):
         """
         for state, tensors in states.items():
             own = self.optimizer.arrays[state]
-            if not self._warned:
+            if not self.stepper.is_recorded:
                 tensors.read(0, own)
                 continue
-            for lo, params, at in self._train.ownership.held():
+            for lo, params, at in self.engine.ownership.held():
                 tensors.read(lo, own[at : at + params.size])
 
     def _other_layout(self, values: dict[str, Any], *names: str) -> tuple[str, str] | None:
@@ -441,16 +491,15 @@ class EngineState(Changing):
         arrays = snapshot.arrays.get("residuals", {})
         if not counts and not arrays:
             return {}
-        groups = self._train.groups
+        groups = self.engine.groups
         values = (
             snapshot.values if groups.pp.size == 1 else {"mesh": "of replicas", **snapshot.values}
         )
         if other := self._other_layout(values, "ranks", "bucket size", "mesh"):
             raise ConfigError(
                 f"[resume] {name} was made by {other[0]} with compression, which keeps on each "
-                "rank what it has not "
-                f"sent yet; {other[1]}. Use as many ranks as then, and give the same --dp and "
-                "--pp and bucket size"
+                f"rank what it has not sent yet; {other[1]}. Use as many ranks as then, and give "
+                "the same --dp and --pp and bucket size"
             )
         memories: dict[int, dict[str, Any]] = {}
         for key, value in counts.items():

@@ -86,6 +86,7 @@ class Requests(Callback):
             signal.signal(number, self._previous_handlers.pop(number))
 
     def _take_signal(self, number: int, _: FrameType | None) -> None:
+        """Notes a signal as a request. A later SIGINT is sent again with its former effect."""
         if not self._request:
             self._request = number
             self._requested_at = time.monotonic()
@@ -96,20 +97,20 @@ class Requests(Callback):
             os.kill(os.getpid(), number)
 
     def on_step_end(self, context: Context) -> None:
-        self._hear(context)
+        self._collect_wishes(context)
         # else each rank has weights of its own: no step to stop at
         if context.trainer.mode.settled:
-            self._answer(context, self.agreed(self._exact))
+            self._apply_request(context, self.agreed(self._exact))
             if self.synced:
                 context.emit("on_sync")
 
     def on_epoch_end(self, context: Context) -> None:
-        self._hear(context)
+        self._collect_wishes(context)
         self.synced = True
-        self._answer(context, self._agree())
+        self._apply_request(context, self._exchange_requests())
 
-    def _hear(self, context: Context) -> None:
-        """Takes what a callback of this rank wishes for a request, which is not yet all ranks'."""
+    def _collect_wishes(self, context: Context) -> None:
+        """Notes the wishes of this rank's callbacks, until all ranks agree on them."""
         for base, reason in ((STOP, context.stop), (FINISH, context.finished)):
             if reason is not None:
                 asking = context.finisher if base == FINISH else None
@@ -118,8 +119,11 @@ class Requests(Callback):
                 self._reason = reason
         context.stop = context.finished = None
 
-    def _answer(self, context: Context, request: int) -> None:
-        """Returns what all ranks want, 0: nothing, as they are to do it."""
+    def _apply_request(self, context: Context, request: int) -> None:
+        """Stops or finishes the training run, as all ranks have agreed; 0 does nothing.
+
+        request: a signal, CONTROL, or STOP or FINISH plus the place of a callback.
+        """
         if not request:
             return
         if request < STOP:
@@ -138,36 +142,40 @@ class Requests(Callback):
         return max(self._request, self._wish)
 
     def agreed(self, exact: bool = False) -> int:
-        """Called by all ranks after each step: what one of them is asked for, if it is time to
-        tell, else 0. exact: it is time after every step; the same on all ranks.
+        """Returns the request of any rank, if ranks exchange requests after this step, else 0.
+
+        All ranks call it after each step. exact: True exchanges them after every step; it must be
+        equal on all ranks.
         """
         self._steps_left -= 1
         self.synced = self._steps_left <= 0
         if self.synced:
-            return self._agree()
+            return self._exchange_requests()
         return (
             int(self._comm.all_reduce(np.array([self._local_request], np.int64), "max")[0])
             if exact
             else 0
         )
 
-    def _agree(self) -> int:
-        """Tells all ranks what one is asked for, and after how many steps they ask next."""
+    def _exchange_requests(self) -> int:
+        """Exchanges the requests of all ranks, and agrees on the steps until the next exchange.
+
+        Returns the request, 0 if there is none. A collective call.
+        """
         seconds = (time.monotonic() - self._since) / max(self._every - self._steps_left, 1)
         wish = max(1, min(1000, int(AGREEMENT_PERIOD_S / max(seconds, 1e-6))))
         if self._comm.rank == 0 and not self._request:
             self._request = self._read_control()
-        request, negative = self._comm.all_reduce(
+        # the largest request, and the smallest number of steps
+        request, negative_steps = self._comm.all_reduce(
             np.array([self._local_request, -wish], np.int64), "max"
         ).tolist()
-        self._steps_left = self._every = -negative
+        self._steps_left = self._every = -negative_steps
         self._since = time.monotonic()
         return request
 
     def _read_control(self) -> int:
-        """Returns whether control.json asks this attempt to stop: the signal that it names,
-        CONTROL, or 0.
-        """
+        """Returns the request to this attempt in control.json: a signal, CONTROL, or 0 for none."""
         if self._run is None or not os.path.exists(self._run.control):
             return 0
         try:

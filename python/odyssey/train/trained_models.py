@@ -1,7 +1,7 @@
-"""Trained models: how a checkpoint says to build one, the model of a checkpoint, predictions.
+"""Trained models: the description of a model in a checkpoint, models from checkpoints, predictions.
 
-A model of odyssey.nn's own classes is said by their names and arguments; of a model of the user's
-own code, only where that is: nothing of it is run or unpickled.
+A checkpoint describes a model of odyssey.nn by the names and arguments of its classes. Of a model
+of the user's own code it holds only where the code is. Nothing of that is run or unpickled.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ from ..settings.recipes import FORMATS
 from . import resume
 
 LISTS = {"Sequential": nn.Sequential, "ModuleList": nn.ModuleList}
-SHARD_SIZE = 32  # samples that are computed at once, where no training says
+SHARD_SIZE = 32  # samples that are computed at once, unless a checkpoint has another size
+_ARRAY_BATCH_SIZE = 8192  # samples of a batch of an array
 
 
 def recipe(trainer: Any, loader: Any) -> dict[str, Any]:
-    """Returns what a checkpoint says of the model and of what it was trained on, as JSON values."""
+    """Returns the description of model, loss and data for a checkpoint, as JSON values."""
     model = getattr(trainer, "model", None) or getattr(trainer, "module", None)
     loss = type(getattr(trainer, "loss", None)).__name__
     source = getattr(trainer, "data_source", {})
@@ -53,8 +54,10 @@ def recipe(trainer: Any, loader: Any) -> dict[str, Any]:
 
 
 def of_model(model: Any) -> dict[str, Any]:
-    """{"class", "arguments"} of a built-in model, {"class", "parts"} of a list of such; {"user
-    code", "module", "file"} of one that is, or has in it, a class of the user's.
+    """Returns the description of a model.
+
+    It is {"class", "arguments"} for a built-in model, and {"class", "parts"} for a list of models.
+    It is {"user code", "module", "file"} if a class of the model is the user's own.
     """
     kind = type(model)
     if kind.__module__.startswith("odyssey.nn."):
@@ -72,9 +75,7 @@ def of_model(model: Any) -> dict[str, Any]:
 
 
 def of_data(data: Any) -> dict[str, Any]:
-    """Returns what a sample is: its shape, the numbers that normalise it, the names of columns
-    and classes.
-    """
+    """Returns the description of the samples: their shape, scale and shift, columns and classes."""
     description: dict[str, Any] = {}
     shape = getattr(data, "sample_shape", None)
     classes = getattr(data, "classes", None)
@@ -92,42 +93,44 @@ def of_data(data: Any) -> dict[str, Any]:
 
 
 def build(description: dict[str, Any], max_numbers: int = 2**31) -> nn.Module:
-    """A model as of_model() says, of at most so many numbers.
+    """Returns the model that a description of of_model() is for.
 
-    Raises KeyError, TypeError, ValueError, ConfigError.
+    max_numbers: of its weights. A damaged or hostile description fails before it takes more memory.
+
+    Raises KeyError, TypeError, ValueError or ConfigError: the description isn't valid.
     """
-    # of a weight that two layers share, and where values are drawn again (GPT)
+    # three times as many, because a model may share a weight, or draw values again (GPT)
     with limited(3 * max_numbers):
-        return _build(description, max_numbers)
+        return _build_module(description, max_numbers)
 
 
-def _build(description: dict[str, Any], max_numbers: int) -> nn.Module:
+def _build_module(description: dict[str, Any], max_numbers: int) -> nn.Module:
+    """Returns the module of a description, and raises the errors of build()."""
     name = description["class"]
     if name in LISTS:
-        parts = [_build(part, max_numbers) for part in description["parts"]]
+        parts = [_build_module(part, max_numbers) for part in description["parts"]]
         return nn.Sequential(*parts) if name == "Sequential" else nn.ModuleList(parts)
     kind = getattr(nn, name) if name in nn.__all__ else None
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise KeyError(name)
     arguments = {
-        k: tuple(v) if isinstance(v, list) else v for k, v in description["arguments"].items()
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in description["arguments"].items()
     }
     sizes = (
-        n
-        for v in arguments.values()
-        for n in (v if isinstance(v, tuple) else (v,))
-        if isinstance(n, int)
+        size
+        for value in arguments.values()
+        for size in (value if isinstance(value, tuple) else (value,))
+        if isinstance(size, int)
     )
-    if any(n > max(max_numbers, 1 << 16) for n in sizes):
+    if any(size > max(max_numbers, 1 << 16) for size in sizes):
         raise ValueError(f"{name}{arguments} is larger than its weights")
     return kind(**arguments)
 
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """A model out of a checkpoint, in eval mode, and what the checkpoint says of its data
-    (of_data).
-    """
+    """A model from a checkpoint, in eval mode, with the description of its data (see of_data)."""
 
     model: nn.Module
     data: dict[str, Any]
@@ -139,7 +142,10 @@ class Saved:
 
 
 def find_checkpoint(path: str | Path) -> tuple[Snapshot, str]:
-    """The checkpoint of a path: one, the newest of a directory of them, or of a run."""
+    """Returns the checkpoint at a path, or the newest of a directory or run, and its name.
+
+    Raises CheckpointError: no checkpoint there is valid.
+    """
     try:
         return resume.find(Path(path), lambda line: None)
     except CheckpointError as problem:
@@ -151,7 +157,11 @@ def find_checkpoint(path: str | Path) -> tuple[Snapshot, str]:
 
 
 def opened(path: str | Path, model: nn.Module | None = None) -> Saved:
-    """The model of a checkpoint, a directory of checkpoints, or a run; see load()."""
+    """Returns the model of a checkpoint, a directory of checkpoints, or a run; see load().
+
+    model: takes the weights; None builds it from the description. Raises ConfigError or
+    CheckpointError, as load().
+    """
     snapshot, name = find_checkpoint(path)
     about = snapshot.values.get("recipe") or {}
     description = about.get("model") or {}
@@ -159,50 +169,65 @@ def opened(path: str | Path, model: nn.Module | None = None) -> Saved:
     mismatch = "the checkpoint is of another model: give the one that was trained"
     if model is None:
         mismatch = "the model was changed after it was built: give it"
-        todo = "build it and give odyssey.load(path, model)"
-        if kind := description.get("user code"):
-            source = description.get("file") or description.get("module")
-            label = f"a model of your own, {kind} of {source}"
-            place = f"{source}:{kind}"
-            if str(description.get("module")).startswith("torch."):
-                label = f"a PyTorch module, {kind}"
-                place = "FILE.py:NAME (a class or a function that builds it)"
-            raise ConfigError(
-                f"[load] {name} is of {label}; {todo}, or say --model {place} on the command line"
-            )
-        if not description:
-            raise ConfigError(
-                f"[load] {name} does not say what its model is, as it is of an older version; "
-                f"{todo}"
-            )
-        try:
-            model = build(description, sum(value.size for value in weights.values()))
-        except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as problem:
-            raise CheckpointError(
-                f"[load] {name}: its model cannot be built: {problem}; {todo}"
-            ) from problem
+        floats = sum(value.size for value in weights.values())
+        model = _build_described(description, floats, name)
     try:
-        theirs = getattr(model, "wrapped", model)
-        if isinstance(theirs, nn.Module):
-            theirs.load_state_dict(weights)
+        module = getattr(model, "wrapped", model)  # the PyTorch module of a wrapper
+        if isinstance(module, nn.Module):
+            module.load_state_dict(weights)
         else:
             arrays = {**weights, **snapshot.arrays.get("buffers", {})}
-            registry.load("weights", "torch").to_torch(arrays, theirs)
+            registry.load("weights", "torch").to_torch(arrays, module)
     except (ShapeError, RuntimeError, AttributeError) as problem:
         raise ConfigError(f"[load] {name}: {problem}; {mismatch}") from problem
     settings = snapshot.values.get("configuration") or {}
-    algorithm = settings.get("convolution algorithm") or "auto"
-    data = about.get("data") or {}
-    loss = about.get("loss") or ""
     return Saved(
-        model.eval(), data, loss, name, snapshot.step, settings.get("vocabulary"), algorithm
+        model=model.eval(),
+        data=about.get("data") or {},
+        loss=about.get("loss") or "",
+        name=name,
+        step=snapshot.step,
+        vocabulary=settings.get("vocabulary"),
+        algorithm=settings.get("convolution algorithm") or "auto",
     )
 
 
+def _build_described(description: dict[str, Any], floats: int, name: str) -> nn.Module:
+    """Returns the model of a description in a checkpoint called `name`, of so many floats.
+
+    Raises ConfigError: the description is missing, or the model is of the user's own code.
+    CheckpointError: the description isn't valid.
+    """
+    todo = "build it and give odyssey.load(path, model)"
+    if kind := description.get("user code"):
+        source = description.get("file") or description.get("module")
+        label = f"a model of your own, {kind} of {source}"
+        place = f"{source}:{kind}"
+        if str(description.get("module")).startswith("torch."):
+            label = f"a PyTorch module, {kind}"
+            place = "FILE.py:NAME (a class or a function that builds it)"
+        raise ConfigError(
+            f"[load] {name} is of {label}; {todo}, or say --model {place} on the command line"
+        )
+    if not description:
+        raise ConfigError(
+            f"[load] {name} does not say what its model is, as it is of an older version; {todo}"
+        )
+    try:
+        return build(description, max_numbers=floats)
+    except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as problem:
+        raise CheckpointError(
+            f"[load] {name}: its model cannot be built: {problem}; {todo}"
+        ) from problem
+
+
 def own_model(place: str | None) -> nn.Module | None:
-    """The model of the user's own code that "FILE.py:NAME" names, a class or a function without
-    arguments; the file is run as an import would run it. None: no place was given. Raises
-    ConfigError: it is not there, or gives no model.
+    """Returns the model of the user's own code that "FILE.py:NAME" names; None without a place.
+
+    NAME is a class or a function without arguments. The file is run, as an import does it. A
+    PyTorch module is wrapped.
+
+    Raises ConfigError: FILE.py or NAME is missing, or the call returns no model.
     """
     if place is None:
         return None
@@ -228,9 +253,9 @@ def own_model(place: str | None) -> nn.Module | None:
 
 
 def exported(path: str | Path, kind: str, model: nn.Module | None = None) -> bytes:
-    """The model of a checkpoint, as the bytes of a file of a format.
+    """Returns the model of a checkpoint as the bytes of a file of the format `kind`.
 
-    Raises ConfigError: as content().
+    Raises ConfigError: as content(), or it is a PyTorch module, which has no ONNX form here.
     """
     snapshot, _ = find_checkpoint(path)
     arrays = {**snapshot.arrays.get("parameters", {}), **snapshot.arrays.get("buffers", {})}
@@ -244,13 +269,13 @@ def exported(path: str | Path, kind: str, model: nn.Module | None = None) -> byt
         from_checkpoint = opened(path, model)
         model = from_checkpoint.model
         shape = tuple(from_checkpoint.data.get("sample_shape") or ())
-        if columns := _columns(from_checkpoint.data):
+        if columns := _restore_columns(from_checkpoint.data):
             options = {"columns": columns}
     return content(kind, model, arrays, shape, **options)
 
 
-def _columns(data: dict[str, Any]) -> Columns | None:
-    """How a table's columns become samples, if what was trained on was one."""
+def _restore_columns(data: dict[str, Any]) -> Columns | None:
+    """Returns the conversion of a table's columns to samples; None if the data were no table."""
     return Columns.of_saved(data.get("table"), data["columns"]) if data.get("columns") else None
 
 
@@ -261,9 +286,9 @@ def content(
     shape: tuple[int, ...] | None,
     **options: Any,
 ) -> bytes:
-    """A model as the bytes of a file of a format, which may be given more.
+    """Returns a model as the bytes of a file of the format `kind`. options: for the format.
 
-    Raises ConfigError: there is no such format, its package is missing, or it has no form for the
+    Raises ConfigError: the format is unknown, its package is missing, or it doesn't support the
     model.
     """
     if kind == "safetensors":
@@ -311,11 +336,12 @@ def export(
 
 
 def predict(model: nn.Module, samples: Any, batch_size: int = 1024) -> Any:
-    """Returns what a model gives for all samples, in eval mode: (N, ...) float32, or a tuple or
-    dict of such; collective.
+    """Returns the outputs of a model for all samples, in eval mode; a collective call.
 
-    samples: an array (N, ...), or what NumPy makes one of, such as PyTorch's tensors; a data set,
-    or a DataLoader. Raises ConfigError: it is none of them, or empty.
+    The outputs are (N, ...) float32, or a tuple or dict of such arrays.
+
+    samples: an array (N, ...), a tensor of PyTorch or another object that NumPy converts, a data
+    set, or a DataLoader. Raises ConfigError: it is none of these, or empty.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -336,7 +362,7 @@ def predict(model: nn.Module, samples: Any, batch_size: int = 1024) -> Any:
 
 
 def load(path: str | Path, model: nn.Module | None = None) -> nn.Module:
-    """The model that a checkpoint holds, in eval mode.
+    """Returns the model of a checkpoint, in eval mode.
 
     path: a checkpoint, a directory of them (the newest valid one), or a run. `DIR/best`: of a
     ModelCheckpoint. model: takes its weights; needed where the model is of your own code. Raises
@@ -352,18 +378,16 @@ def samples(
     data_dir: Path | None = None,
     train: bool = False,
 ) -> Any:
-    """A part of the data set that a model was trained on, or of another.
+    """Returns the test (or `train`) part of the data set of a model, or of another `dataset`.
 
-    Raises ConfigError: neither is known.
+    Raises ConfigError: the model's data set isn't known, and no other is given.
     """
     source = saved_model.data.get("source") or {}
     name = dataset or source.get("dataset")
     if name is None:
         raise ConfigError(
             f"[load] {saved_model.name} does not say what its data are, as odyssey train has not "
-            "made "
-            "it; give --dataset and "
-            "--data-dir"
+            "made it; give --dataset and --data-dir"
         )
     folder = data_dir or (
         Path(source["data_dir"]) if source.get("data_dir") and not dataset else None
@@ -378,14 +402,12 @@ def samples(
     ):
         options["size"] = saved_model.data["sample_shape"][1:]
     if name == "csv":
-        options["like"] = _columns(saved_model.data)
+        options["like"] = _restore_columns(saved_model.data)
     return datasets.opened(name, folder, train=train, **options)
 
 
 def loss_of(saved_model: Saved) -> nn.Module | None:
-    """The loss that a model was trained with, if it is one of odyssey.nn's; None: the model's
-    own.
-    """
+    """Returns the loss that a model was trained with; None if it is not one of odyssey.nn."""
     return getattr(nn, saved_model.loss)() if saved_model.loss in nn.__all__ else None
 
 
@@ -403,9 +425,10 @@ def save_model(model: nn.Module, path: str | Path = "checkpoint.safetensors") ->
 def load_model(
     path: str | Path = "checkpoint.safetensors", model: nn.Module | None = None
 ) -> nn.Module:
-    """The model of a file of save_model(), in training mode; `model` takes its weights, where it
-    is of your own code. Raises ConfigError: the model is of your own code, or another.
-    CheckpointError: this is no such file.
+    """Returns the model of a file of save_model(), in training mode.
+
+    model: takes the weights; needed if it is of your own code. Raises ConfigError: the model is of
+    your own code, or another one. CheckpointError: this is not a file of save_model().
     """
     weights, about = read_weights(Path(path))
     try:
@@ -433,11 +456,20 @@ def predicted(
     shard: int | None = None,
     algorithm: str = "auto",
 ) -> Any:
-    """Returns what a model gives for all samples of some batches, in their order, whole on every
-    rank: (N, ...) float32, or a tuple or dict of such; a collective call. batches: the same
-    on all ranks, each of which computes its shards of each. shard: samples that are computed
-    at once; the result depends on it in its last bits, and on no number of ranks. algorithm:
-    conv_algorithm of the training.
+    """Returns the outputs of a model for all samples of batches, in order; a collective call.
+
+    The outputs are (N, ...) float32, or a tuple or dict of such arrays, the same on every rank.
+
+    Args:
+        model: runs in eval mode.
+        batches: the same on all ranks. Each rank computes its shards of each batch.
+        comm: all ranks.
+        shard: samples that are computed at once. The last bits of the outputs depend on it, but not
+            on the number of ranks.
+        algorithm: conv_algorithm of the training run.
+
+    Raises:
+        ConfigError: There is no batch, or an output has another form.
     """
     size = shard or SHARD_SIZE
     executor = current()
@@ -445,94 +477,106 @@ def predicted(
     executor.conv_algorithm = algorithm
     try:
         with in_mode(model, False), no_grad():
-            wholes = [_of_batch(model, batch, comm, size) for batch in batches]
+            outputs = [_predict_batch(model, batch, comm, size) for batch in batches]
     finally:
         executor.conv_algorithm = previous_algorithm
-    if not wholes:
+    if not outputs:
         raise ConfigError("[predict] the loader gave no batch; give it data")
-    return _joined(wholes)
+    return _join_outputs(outputs)
 
 
-def _of_batch(model: nn.Module, batch: Batch, comm: Communicator, size: int) -> Any:
-    n = len(batch.indices)
-    cuts = [share(shard_count(n, size), comm.size, rank) for rank in range(comm.size)]
-    runs = [(min(lo * size, n), min(hi * size, n)) for lo, hi in cuts]
-    lo, hi = runs[comm.rank]
-    rows = [forward(model, batch, a, min(a + size, hi)) for a in range(lo, hi, size)]
+def _predict_batch(model: nn.Module, batch: Batch, comm: Communicator, size: int) -> Any:
+    """Returns the outputs for all samples of a batch, on every rank; a collective call.
+
+    size: samples per shard, which are computed at once.
+    """
+    samples = len(batch.indices)
+    shards = shard_count(samples, size)
+    shard_runs = [share(shards, comm.size, rank) for rank in range(comm.size)]
+    # (first sample, one past the last) of each rank
+    spans = [(min(lo * size, samples), min(hi * size, samples)) for lo, hi in shard_runs]
+    first, stop = spans[comm.rank]
+    shard_outputs = [
+        forward(model, batch, lo, min(lo + size, stop)) for lo in range(first, stop, size)
+    ]
     if comm.size == 1:
-        return _joined(rows)
-    outputs = (
-        _joined(rows) if rows else forward(model, batch, 0, 1)
-    )  # one sample has the form as well
+        return _join_outputs(shard_outputs)
+    # a rank without a shard computes one sample, to know the form of the outputs
+    outputs = _join_outputs(shard_outputs) if shard_outputs else forward(model, batch, 0, 1)
 
-    def gathered(local_rows: np.ndarray) -> np.ndarray:
-        all_rows = np.zeros((n, *local_rows.shape[1:]), np.float32)
-        all_rows[lo:hi] = local_rows[: hi - lo]
-        floats = math.prod(local_rows.shape[1:])
-        comm.all_gather_v(all_rows.reshape(-1), [(a * floats, b * floats) for a, b in runs])
+    def gather_rows(local_rows: np.ndarray) -> np.ndarray:
+        row_shape = local_rows.shape[1:]
+        all_rows = np.zeros((samples, *row_shape), np.float32)
+        all_rows[first:stop] = local_rows[: stop - first]
+        floats = math.prod(row_shape)
+        comm.all_gather_v(all_rows.reshape(-1), [(lo * floats, hi * floats) for lo, hi in spans])
         return all_rows
 
-    return mapped(gathered, outputs)
+    return mapped(gather_rows, outputs)
 
 
-def _joined(trees: list[Any]) -> Any:
+def _join_outputs(trees: list[Any]) -> Any:
+    """Returns one tree of arrays, with the rows of all trees one after the other."""
     return mapped(lambda *parts: np.concatenate(parts), *trees)
 
 
 def forward(model: nn.Module, batch: Batch, lo: int, hi: int) -> Any:
-    """Computes the outputs of some samples of a batch; (hi - lo, ...), or a tuple or dict of
-    such.
+    """Returns the outputs for samples lo to hi - 1 of a batch.
+
+    They are (hi - lo, ...), or a tuple or dict of such arrays.
+
+    Raises ConfigError: an output has another form.
     """
     data = batch.dataset
     indices = batch.indices[lo:hi]
     if isinstance(data, ArrayDataset) and data.normalised:
-        x = _normalised(data, indices)
+        x = _normalise_samples(data, indices)
     else:
+        inputs, _ = data.gather(indices)
         x = mapped(
-            lambda a: Tensor(a, dtype=np.int32 if a.dtype.kind in "iu" else np.float32),
-            data.gather(indices)[0],
+            lambda a: Tensor(a, dtype=np.int32 if a.dtype.kind in "iu" else np.float32), inputs
         )
     y = model(*x) if isinstance(x, tuple) else model(x)
 
-    def numbers(t: Any) -> np.ndarray:
+    def copy_numbers(t: Any) -> np.ndarray:
         if not isinstance(t, Tensor) or t.shape[:1] != (hi - lo,):
             output_kind = f"a tensor {t.shape}" if isinstance(t, Tensor) else type(t).__name__
             raise ConfigError(
                 f"[predict] forward() gives {output_kind} for {hi - lo} samples; a tensor (N, "
-                "...), or "
-                "a tuple or dict of "
-                "such, is needed"
+                "...), or a tuple or dict of such, is needed"
             )
         return np.array(t.numpy(), np.float32)
 
-    return mapped(numbers, y)
+    return mapped(copy_numbers, y)
 
 
-def _normalised(data: ArrayDataset, indices: np.ndarray) -> Tensor:
-    """Samples as a training's steps gather them: by that kernel, which rounds once where NumPy
-    rounds twice.
+def _normalise_samples(data: ArrayDataset, indices: np.ndarray) -> Tensor:
+    """Returns samples normalised by the kernel that training steps use.
+
+    It has the same bits as in training: the kernel rounds once, and NumPy would round twice.
     """
-    images = data.rows(indices)[0]
+    images, *_ = data.rows(indices)
     rows = np.arange(len(indices))
     executor = Eager()
     x = empty(images.shape, layout_of(len(indices)))
-    c = executor.context
-    c.images = images.ctypes.data
-    c.bytes = int(images.dtype.itemsize == 1)
-    c.valid = len(indices)
-    c.rows = rows.ctypes.data
-    c.scale = data.scale.ctypes.data
-    c.shift = data.shift.ctypes.data
+    context = executor.context
+    context.images = images.ctypes.data
+    context.bytes = int(images.dtype.itemsize == 1)
+    context.valid = len(indices)
+    context.rows = rows.ctypes.data
+    context.scale = data.scale.ctypes.data
+    context.shift = data.shift.ctypes.data
     executor.emit("input", x.memory, x.groups, x.features, len(data.scale), layout=x.layout)
     return x
 
 
 def batches_of_array(x: np.ndarray, scale: Any = 1.0, shift: Any = 0.0) -> Iterable[Batch]:
-    """Samples (N, ...), float32 or pixels, in batches; scale, shift: as in data.arrays."""
+    """Returns samples (N, ...), float32 or pixels, in batches. scale, shift: as in data.arrays."""
     channels = x.shape[1] if x.ndim == 4 else 1
     scale_and_shift = (np.full(channels, np.asarray(v, np.float32)) for v in (scale, shift))
-    data = ArrayDataset(x, np.zeros(len(x), np.int32), 1, *scale_and_shift, "x")
+    labels = np.zeros(len(x), np.int32)  # no label is used
+    data = ArrayDataset(x, labels, 1, *scale_and_shift, "x")
     return [
-        Batch(data, np.arange(a, min(a + 8192, len(x))), 0, i)
-        for i, a in enumerate(range(0, len(x), 8192))
+        Batch(data, np.arange(lo, min(lo + _ARRAY_BATCH_SIZE, len(x))), epoch=0, index=number)
+        for number, lo in enumerate(range(0, len(x), _ARRAY_BATCH_SIZE))
     ]

@@ -299,8 +299,7 @@ class DistributedTuner:
         if self.study.direction.name.lower() != self.direction:
             raise ConfigError(
                 f"[tune] the study {self._name!r} is to {self.study.direction.name.lower()} its "
-                "figure, this tuner to "
-                f"{self.direction}; give direction=, or another study_name="
+                f"figure, this tuner to {self.direction}; give direction=, or another study_name="
             )
         trials = self.study.get_trials(deepcopy=False)
         for name, d in (

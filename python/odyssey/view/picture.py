@@ -32,11 +32,11 @@ def span(values: Any, margin: float = 0.0) -> tuple[float, float]:
     return low - margin * (high - low), high + margin * (high - low)
 
 
-def ticks(low: float, high: float, whole: bool = False, most: int = 6) -> Ticks:
-    """Round numbers from low to high, at most `most`; `whole`: integers."""
-    power = 10.0 ** math.floor(math.log10((high - low) / most))
-    step = next(n * power for n in (1, 2, 5, 10, 20) if (high - low) / (n * power) < most)
-    step = max(step, 1.0) if whole else step
+def ticks(low: float, high: float, integers: bool = False, limit: int = 6) -> Ticks:
+    """Round numbers from low to high, at most `limit`; `integers`: no fractions."""
+    power = 10.0 ** math.floor(math.log10((high - low) / limit))
+    step = next(n * power for n in (1, 2, 5, 10, 20) if (high - low) / (n * power) < limit)
+    step = max(step, 1.0) if integers else step
     digits = max(0, -math.floor(math.log10(step) + 1e-9))
     places = [
         i * step for i in range(math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6) + 1)
@@ -45,8 +45,8 @@ def ticks(low: float, high: float, whole: bool = False, most: int = 6) -> Ticks:
     return [(place, f"{place + 0.0:,.{digits}f}" if plain else f"{place:.6g}") for place in places]
 
 
-def mark(kind: str, x: float, y: float, colour: str, said: str = "") -> str:
-    """A small shape around (x, y) in pixels: "dot", "bar", "cross" or "square"; `said` when it
+def mark(kind: str, x: float, y: float, colour: str, tooltip: str = "") -> str:
+    """A small shape around (x, y) in pixels: "dot", "bar", "cross" or "square"; `tooltip` when it
     is pointed at.
     """
     shape = {
@@ -58,7 +58,7 @@ def mark(kind: str, x: float, y: float, colour: str, said: str = "") -> str:
         fill=f'style="fill:var(--{colour})"',
         line=f'style="stroke:var(--{colour});stroke-width:2.5"',
     )
-    title = f"<title>{html.escape(said)}</title>" if said else ""
+    title = f"<title>{html.escape(tooltip)}</title>" if tooltip else ""
     return f'<g transform="translate({x:.1f} {y:.1f})">{title}{shape}</g>'
 
 
@@ -161,8 +161,8 @@ class Picture:
         self._parts.append(f'<rect {sides} style="fill:var(--{colour});fill-opacity:{opacity}"/>')
         self._parts.append(self._text((a + c) / 2, (b + d) / 2 + 4, text))
 
-    def mark(self, kind: str, x: float, y: float, colour: str, said: str = "") -> None:
-        self._parts.append(mark(kind, *self._pixels(x, y), colour, said))
+    def mark(self, kind: str, x: float, y: float, colour: str, tooltip: str = "") -> None:
+        self._parts.append(mark(kind, *self._pixels(x, y), colour, tooltip))
 
     def __str__(self) -> str:
         return f'<svg viewBox="0 0 {self._width:g} {self._height:g}">{"".join(self._parts)}</svg>'

@@ -91,7 +91,7 @@ class Timeline:
         self._described: list[list[OpSummary]] = []
         self._count = 0
         self._thread = threading.get_ident()
-        self._phase = slot.mine().phase, time.monotonic_ns()
+        self._phase = slot.read_current().phase, time.monotonic_ns()
         self._flushed = self._phase[1]
         # by threads and entries
         self._rooms: dict[tuple[int, int], tuple[list[np.ndarray], int]] = {}
@@ -115,19 +115,19 @@ class Timeline:
 
     # --- what is heard ---
 
-    def span(self, track: str, name: str, begun: int, ended: int, **about: Any) -> None:
+    def span(self, track: str, name: str, start_ns: int, end_ns: int, **about: Any) -> None:
         """Something on a track: "steps", "main", "wire", or a thread's name."""
         if self.path is not None:
-            self._rows.append((track, name, begun, ended, about))
+            self._rows.append((track, name, start_ns, end_ns, about))
 
-    def phase(self, name: str, now: int) -> None:
+    def phase(self, name: str, time_ns: int) -> None:
         previous, start = self._phase
-        self._phase = name, now
-        self.span("main", previous, start, now)
+        self._phase = name, time_ns
+        self.span("main", previous, start, time_ns)
 
-    def waited(self, text: str, begun: int, ended: int) -> None:
+    def waited(self, text: str, start_ns: int, end_ns: int) -> None:
         if self._on_own_thread():
-            self.span("main", "wait", begun, ended, **{"for": text})
+            self.span("main", "wait", start_ns, end_ns, **{"for": text})
 
     def _on_own_thread(self) -> bool:
         return threading.get_ident() == self._thread
@@ -261,7 +261,7 @@ class Timeline:
                     total[0] = total[0] + int(n)
                     total[1] = total[1] + int(ns)
 
-    def table(self, most: int = 12) -> str:
+    def table(self, limit: int = 12) -> str:
         """The most expensive ops: their share of the threads' time, calls, us, GFLOP/s and GB/s."""
         self.flush()
         totals = sorted((self.totals or {}).items(), key=lambda item: -item[1][1])
@@ -270,7 +270,7 @@ class Timeline:
             f"{'op':<28} {'layer':<20} {'share':>7} {'calls':>8} {'us':>10} {'GFLOP/s':>9} "
             f"{'MB':>9} {'GB/s':>7}"
         ]
-        for op, (n, ns) in totals[:most]:
+        for op, (n, ns) in totals[:limit]:
             rate = f"{op.flops * n / ns:>9.1f}" if op.flops else f"{'':>9}"
             moved = f"{op.bytes / 1e6:>9.3f} {op.bytes * n / ns:>7.1f}" if op.bytes else f"{'':>17}"
             name = f"{op.name[:28]:<28} {op.layer[:20]:<20}"

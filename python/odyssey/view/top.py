@@ -17,7 +17,7 @@ from typing import Any
 
 from ..base import read_json, slot, stat
 from ..errors import LaunchError, printable
-from ..run import diagnosis, messages
+from ..watch import diagnosis, messages
 
 WAIT_S = 3.0  # seconds for an answer
 
@@ -73,7 +73,7 @@ class Job:
 def checked(value: dict[str, Any]) -> dict[str, Any]:
     """A snapshot whose ranks are `Seen`; what else it says is made printable."""
     ranks = [
-        diagnosis.seen_of(item)
+        diagnosis.parse_seen(item)
         for item in value.get("ranks", [])
         if isinstance(value.get("ranks"), list)
     ]
@@ -206,9 +206,9 @@ def of_run(run: Path) -> Job:
 COLUMNS = ("rank", "host", "step", "samples/s", "memory", "data", "compute", "wait", "now")
 
 
-def shares(seen: diagnosis.Seen) -> tuple[float, float, float]:
+def shares(status: diagnosis.Seen) -> tuple[float, float, float]:
     """Parts of this rank's time in data, in computing (evaluation as well) and in waiting."""
-    times = dict(zip(slot.PHASES, seen.times, strict=False))
+    times = dict(zip(slot.PHASES, status.times, strict=False))
     counted = ["data", "compute", "evaluate", "wait"]
     total = sum(times.get(name, 0.0) for name in counted)
     if total <= 0:
@@ -217,25 +217,25 @@ def shares(seen: diagnosis.Seen) -> tuple[float, float, float]:
     return data, compute + evaluate, wait
 
 
-def doing(seen: diagnosis.Seen) -> str:
+def doing(status: diagnosis.Seen) -> str:
     """Returns what a rank does, in a few words."""
-    if not seen.alive:
+    if not status.alive:
         return "gone"
-    if seen.ended:
-        return f"has ended ({seen.code})"
-    if seen.state in ("T", "t"):
-        return f"stopped, in {seen.doing}"
-    if not seen.waits:
-        return f"{seen.phase}{f': {seen.note}' if seen.note else ''}"
-    lacking = f", rank {seen.missing} is missing" if seen.missing else ""
-    return f"waits {seen.waited:.1f} s in {seen.wait_text}{lacking}"
+    if status.ended:
+        return f"has ended ({status.code})"
+    if status.state in ("T", "t"):
+        return f"stopped, in {status.doing}"
+    if not status.waits:
+        return f"{status.phase}{f': {status.note}' if status.note else ''}"
+    lacking = f", rank {status.missing} is missing" if status.missing else ""
+    return f"waits {status.waited:.1f} s in {status.wait_text}{lacking}"
 
 
-def rows(now: dict[str, Any]) -> list[tuple[str, ...]]:
+def rows(job: dict[str, Any]) -> list[tuple[str, ...]]:
     """The cells of COLUMNS, per rank."""
     table = []
-    for s in now["ranks"]:
-        slow = now["slow"].get(s.rank)
+    for s in job["ranks"]:
+        slow = job["slow"].get(s.rank)
         activity = doing(s) + (f"; {slow[0]:.1f}x the median, {slow[1]}" if slow else "")
         parts = (f"{100 * share:.0f} %" for share in shares(s))
         table.append(
@@ -252,16 +252,16 @@ def rows(now: dict[str, Any]) -> list[tuple[str, ...]]:
     return table
 
 
-def title(now: dict[str, Any]) -> str:
-    rate = sum(s.rate for s in now["ranks"])
-    step = max((s.step for s in now["ranks"]), default=0)
-    run = f", {now['run']}, attempt {now['attempt']}" if now["run"] else ""
-    leader = f"rank 0 is process {now['pid']} on {now['host']}"
-    return f"{now['world']} ranks, step {step}, {rate:,.0f} samples/s; {leader}{run}"
+def title(job: dict[str, Any]) -> str:
+    rate = sum(s.rate for s in job["ranks"])
+    step = max((s.step for s in job["ranks"]), default=0)
+    run = f", {job['run']}, attempt {job['attempt']}" if job["run"] else ""
+    leader = f"rank 0 is process {job['pid']} on {job['host']}"
+    return f"{job['world']} ranks, step {step}, {rate:,.0f} samples/s; {leader}{run}"
 
 
-def plain(now: dict[str, Any]) -> str:
-    table = [COLUMNS, *rows(now)]
+def plain(job: dict[str, Any]) -> str:
+    table = [COLUMNS, *rows(job)]
     widths = [max(len(row[i]) for row in table) for i in range(len(COLUMNS) - 1)]
     form = "  ".join(f"{{:{'<' if i == 1 else '>'}{width}}}" for i, width in enumerate(widths))
-    return "\n".join([title(now), *(f"{form.format(*row)}  {row[-1]}" for row in table)])
+    return "\n".join([title(job), *(f"{form.format(*row)}  {row[-1]}" for row in table)])

@@ -272,8 +272,7 @@ def _part(path: Path) -> tuple[dict[str, Any], list[Any], Path] | None:
                     place = path.parent.parent
                     raise DataError(
                         f"[trace] {path}: line {i + 1} is damaged; to show the other recordings, "
-                        f"move {path.parent} "
-                        f"out of {place}"
+                        f"move {path.parent} out of {place}"
                     ) from None
     return (rows[0], rows[1:], path) if rows else None
 

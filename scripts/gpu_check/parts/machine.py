@@ -35,7 +35,7 @@ for name in "numpy torch triton mpi4py click rich safetensors nvidia-nccl-cu12 n
 
 OPENED = r"""
 import json, re
-from odyssey.build import gpus, library as build
+from odyssey.compile import gpus, library as build
 from odyssey.core.gpu_native import Gpu, library
 path = build.gpu_library_path()
 data = path.read_bytes()

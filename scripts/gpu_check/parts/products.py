@@ -106,7 +106,7 @@ def run_program(c: Check, name: str, *arguments: object) -> str:
 
 def compiled(c: Check, name: str) -> Path:
     """A program from the cache, or compiled now."""
-    from odyssey.build import library
+    from odyssey.compile import library
 
     if prepare.compiler() is None:
         raise Skip(

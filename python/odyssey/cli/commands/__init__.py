@@ -55,7 +55,7 @@ class DataSet(click.Choice[str]):
 
     @staticmethod
     def parted(
-        who: str, dataset: str | None, data_dir: Path | None
+        room: str, dataset: str | None, data_dir: Path | None
     ) -> tuple[str | None, Path | None]:
         """The name and the path of --dataset and --data-dir.
 
@@ -67,7 +67,8 @@ class DataSet(click.Choice[str]):
         if data_dir is not None or not path:
             fault = "and --data-dir are both given" if path else "names no file"
             raise ConfigError(
-                f"[{who}] --dataset {name}: {fault}; write --dataset {name}:PATH, or use --data-dir"
+                f"[{room}] --dataset {name}: {fault}; write --dataset {name}:PATH, or use "
+                "--data-dir"
             )
         return name, Path(path)
 
@@ -98,7 +99,7 @@ UNAVAILABLE = 69
 # Options of several commands.
 OWN_MODEL = click.option(
     "--model",
-    "own",
+    "own_model",
     metavar="FILE.py:NAME",
     help="Your own class, or a function that builds the model. (default: what the checkpoint says)",
 )
@@ -116,12 +117,12 @@ LAUNCHER = click.option(
 )
 
 
-def machines(who: str, hosts: str | None, hostfile: Path | None) -> Any:
+def machines(room: str, hosts: str | None, hostfile: Path | None) -> Any:
     """The hosts that --hosts or --hostfile of a command names. Raises ConfigError."""
-    from ...run.hosts import parse_hostfile, parse_hosts
+    from ...launch.hosts import parse_hostfile, parse_hosts
 
     if hosts is not None and hostfile is not None:
-        raise ConfigError(f"[{who}] --hosts and --hostfile are both given; give one")
+        raise ConfigError(f"[{room}] --hosts and --hostfile are both given; give one")
     return (
         parse_hosts(hosts)
         if hosts is not None

@@ -49,8 +49,8 @@ def command(
     target_cpu: str | None, targets: tuple[str, ...], output: Path | None, with_dependencies: bool
 ) -> None:
     """Compile the kernels now, instead of at first use, and print where the library is."""
-    from ...build import gpus
-    from ...build import library as build
+    from ...compile import gpus
+    from ...compile import library as build
 
     if output is None:
         if with_dependencies:
@@ -59,7 +59,7 @@ def command(
         for name in targets:
             click.echo(build.cached_library(target_cpu, gpus.canonical(name)))
         return
-    from ...build.pack import pack
+    from ...compile.pack import pack
 
     manifest = pack(
         output, target_cpu=target_cpu, accelerators=targets, dependencies=with_dependencies

@@ -41,8 +41,10 @@ def command(run_a: Path, run_b: Path, json_file: Path | None) -> None:
         raise DataError(f"[diff] the runs have no step in common: {', '.join(spans)}")
     described = [Run(run).description.exists() for run in (run_a, run_b)]
     settings = settings_that_differ(run_a, run_b) if all(described) else {}
-    for name, (a, b) in settings.items():
-        click.echo(f"setting {name}: {_format_setting(a)} in A, {_format_setting(b)} in B")
+    for name, (value_a, value_b) in settings.items():
+        click.echo(
+            f"setting {name}: {_format_setting(value_a)} in A, {_format_setting(value_b)} in B"
+        )
     for run, has_description in zip((run_a, run_b), described, strict=True):
         if not has_description:
             click.echo(f"odyssey: {run} has no run.json; settings are not compared", err=True)
@@ -52,25 +54,31 @@ def command(run_a: Path, run_b: Path, json_file: Path | None) -> None:
             err=True,
         )
     if comparison.first is None:
-        ends = {len(log) for log in logs} == {comparison.common}
-        details = "" if ends else f" ({', '.join(spans)})"
+        all_steps_are_common = all(len(log) == comparison.common for log in logs)
+        details = "" if all_steps_are_common else f" ({', '.join(spans)})"
         click.echo(f"same for all {comparison.common:,} common steps{details}")
     else:
-        a, b = comparison.first
-        step = a.step
-        values = [shown(r, comparison.what) for r in (a, b)]
+        record_a, record_b = comparison.first
+        text_a = shown(record_a, comparison.what)
+        text_b = shown(record_b, comparison.what)
         click.echo(
-            f"the runs part at step {step:,} of {comparison.last:,} (epoch {a.epoch + 1}, batch "
-            f"{a.batch + 1}), "
-            f"in the {comparison.what}: {values[0]} in A, {values[1]} in B"
+            f"the runs part at step {record_a.step:,} of {comparison.last:,} (epoch "
+            f"{record_a.epoch + 1}, batch {record_a.batch + 1}), in the {comparison.what}: "
+            f"{text_a} in A, {text_b} in B"
         )
     if json_file is not None:
+        first_step = None
+        first_texts = None
+        if comparison.first is not None:
+            record_a, record_b = comparison.first
+            first_step = record_a.step
+            first_texts = [shown(record, comparison.what) for record in (record_a, record_b)]
         result = {
             "same": comparison.same,
             "common_steps": comparison.common,
-            "step": comparison.first and comparison.first[0].step,
+            "step": first_step,
             "what": comparison.what,
-            "values": comparison.first and [shown(r, comparison.what) for r in comparison.first],
+            "values": first_texts,
             "steps": [[int(log["step"][0]), int(log["step"][-1])] for log in logs],
             "not_compared": list(comparison.unknown),
             "settings": {name: list(pair) for name, pair in settings.items()},
@@ -81,4 +89,7 @@ def command(run_a: Path, run_b: Path, json_file: Path | None) -> None:
 
 
 def _format_setting(value: str | None) -> str:
-    return "not given" if value is None else value if len(value) <= 100 else value[:97] + "..."
+    """Returns the value of a setting for a line of output, cut to 100 characters."""
+    if value is None:
+        return "not given"
+    return value if len(value) <= 100 else value[:97] + "..."

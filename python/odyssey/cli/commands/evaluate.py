@@ -25,7 +25,7 @@ def command(
     dataset: str | None,
     data_dir: Path | None,
     training: bool,
-    own: str | None,
+    own_model: str | None,
     as_json: bool,
 ) -> None:
     """Print the loss and metrics of a model on the test set of its training, or on another.
@@ -38,7 +38,7 @@ def command(
 
     with on_all_ranks():
         dataset, data_dir = DataSet.parted("evaluate", dataset, data_dir)
-        checkpoint = trained_models.opened(model, trained_models.own_model(own))
+        checkpoint = trained_models.opened(model, trained_models.own_model(own_model))
         test = trained_models.samples(checkpoint, dataset, data_dir, training)
     loss = trained_models.loss_of(checkpoint)
     # of PyTorch's there is no program

@@ -18,12 +18,12 @@ from . import FILE, HELP, OWN_MODEL
 )
 @click.option("--output", required=True, type=FILE, metavar="FILE", help="Where.")
 @OWN_MODEL
-def command(model: Path, kind: str, output: Path, own: str | None) -> None:
+def command(model: Path, kind: str, output: Path, own_model: str | None) -> None:
     """Write the model of a checkpoint: its weights by name as safetensors or as a PyTorch state
     dict, or the whole model as ONNX, for samples that are normalised as in the training.
     """
     from ...train import trained_models
 
     outputs.check(output, "--output")
-    content = trained_models.exported(model, kind, trained_models.own_model(own))
+    content = trained_models.exported(model, kind, trained_models.own_model(own_model))
     outputs.write(output, "--output", lambda file: file.write(content))

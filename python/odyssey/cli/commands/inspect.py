@@ -40,7 +40,7 @@ def command(path: Path, tensors: bool, as_json: bool, key_file: Path | None) -> 
 
     key = None if key_file is None else read_key(key_file)
     if (path / NAME).is_file() or not path.is_dir():
-        checkpoints = [_look(path, key)]
+        checkpoints = [_read_manifest(path, key)]
     else:
         folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
         checkpoints = [
@@ -54,7 +54,7 @@ def command(path: Path, tensors: bool, as_json: bool, key_file: Path | None) -> 
             json.dumps(
                 {
                     "path": str(path),
-                    "checkpoints": [_plain(*checkpoint) for checkpoint in checkpoints],
+                    "checkpoints": [_convert_to_json(*checkpoint) for checkpoint in checkpoints],
                 },
                 indent=1,
             )
@@ -66,15 +66,18 @@ def command(path: Path, tensors: bool, as_json: bool, key_file: Path | None) -> 
             if tensors or len(checkpoints) == 1:
                 if number:
                     click.echo()
-                _print(*checkpoint, tensors, key is not None)
+                _print_details(*checkpoint, tensors=tensors, has_key=key is not None)
             else:
-                click.echo(_line(*checkpoint))
+                click.echo(_format_line(*checkpoint))
     if not checkpoints or any(reason is not None for _, _, reason in checkpoints):
         raise click.exceptions.Exit(REFUSED)
 
 
-def _look(path: Path, key: bytes | None) -> tuple[Path, Any, str | None]:
-    """A checkpoint's manifest, or why it is refused."""
+def _read_manifest(path: Path, key: bytes | None) -> tuple[Path, Any, str | None]:
+    """Verifies a checkpoint.
+
+    Returns (path, manifest, None) if it is valid, (path, None, reason) if it is refused.
+    """
     from ...checkpoints.reader import verify
 
     try:
@@ -83,7 +86,8 @@ def _look(path: Path, key: bytes | None) -> tuple[Path, Any, str | None]:
         return path, None, str(problem)
 
 
-def _line(path: Path, manifest: Any, reason: str | None) -> str:
+def _format_line(path: Path, manifest: Any, reason: str | None) -> str:
+    """Returns the line of a checkpoint: its name, whether it is valid, and its size."""
     name = printable(os.path.basename(os.path.abspath(path)))
     if manifest is None:
         return f"{name}  refused: {reason}"
@@ -93,19 +97,21 @@ def _line(path: Path, manifest: Any, reason: str | None) -> str:
     )
 
 
-def _print(path: Path, manifest: Any, reason: str | None, tensors: bool, keyed: bool) -> None:
-    click.echo(_line(path, manifest, reason))
+def _print_details(
+    path: Path, manifest: Any, reason: str | None, *, tensors: bool, has_key: bool
+) -> None:
+    """Prints a checkpoint with its values and files, and each tensor if `tensors` is set."""
+    click.echo(_format_line(path, manifest, reason))
     if manifest is None:
         return
     click.echo(f"  step {manifest.step}")
-    checked = "yes, with this key" if keyed else "yes, not checked: no key is given"
+    checked = "yes, with this key" if has_key else "yes, not checked: no key is given"
     click.echo(f"  signed {checked if manifest.signed else 'no'}")
     for name, value in manifest.values.items():
         text = json.dumps(value)
-        click.echo(
-            f"  {printable(name)} "
-            f"{text if len(text) <= _VALUE_LIMIT else text[: _VALUE_LIMIT - 4] + ' ...'}"
-        )
+        if len(text) > _VALUE_LIMIT:
+            text = text[: _VALUE_LIMIT - 4] + " ..."
+        click.echo(f"  {printable(name)} {text}")
     for file in manifest.files:
         click.echo(f"  {file.name}  {len(file.tensors)} tensors, {file.size:,} bytes")
         for tensor, digest in zip(file.tensors, file.digests, strict=True):
@@ -114,16 +120,16 @@ def _print(path: Path, manifest: Any, reason: str | None, tensors: bool, keyed: 
                 click.echo(f"    {tensor.name}  {tensor.dtype} {shape}  sha256 {digest[:16]}")
 
 
-def _plain(path: Path, manifest: Any, reason: str | None) -> dict[str, Any]:
-    """A checkpoint for --json."""
+def _convert_to_json(path: Path, manifest: Any, reason: str | None) -> dict[str, Any]:
+    """Returns a checkpoint as JSON values, for --json."""
     if manifest is None:
         return {"path": str(path), "valid": False, "reason": reason}
     files = []
     for file in manifest.files:
         pairs = zip(file.tensors, file.digests, strict=True)
         tensors = [
-            {"name": t.name, "dtype": t.dtype, "shape": t.shape, "sha256": digest}
-            for t, digest in pairs
+            {"name": tensor.name, "dtype": tensor.dtype, "shape": tensor.shape, "sha256": digest}
+            for tensor, digest in pairs
         ]
         files.append({"name": file.name, "bytes": file.size, "tensors": tensors})
     facts = {"step": manifest.step, "attempt": manifest.attempt, "signed": manifest.signed}

@@ -93,11 +93,11 @@ def command(
     given up, else that of the rank that failed.
     """
     from odyssey.launch import DistributedLauncher, LaunchConfig
-    from odyssey.run.config import parse_elastic
-    from odyssey.run.starting import plain
+    from odyssey.launch.config import parse_elastic
+    from odyssey.launch.starting import normalize_command
 
     no_option(script, context)
-    script, *words = plain([script, *arguments])
+    script, *words = normalize_command([script, *arguments])
     if script == "train":
         _check_configuration(tuple(words))
     parsed_hosts = machines("launch", hosts, hostfile)
@@ -107,8 +107,9 @@ def command(
 
 
 def no_option(script: str, context: click.Context) -> None:
-    """Refuses what stands where a script should, and is an option that the command does not
-    have.
+    """Raises NoSuchOption if the script is an option that the command doesn't have.
+
+    The command passes unknown options on to the script. So a mistyped one arrives as the script.
     """
     if script.startswith("-") and script != "-m":
         option_names = [
@@ -123,7 +124,10 @@ def no_option(script: str, context: click.Context) -> None:
 
 
 def _check_configuration(words: tuple[str, ...]) -> None:
-    """Refuses a configuration file of `train` that says what only this command can do."""
+    """Raises ConfigError if a configuration file of `train` sets an option of the launcher.
+
+    The ranks would read the file only after they are started.
+    """
     from ..configfile import read_config
     from . import train
 

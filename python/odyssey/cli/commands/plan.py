@@ -22,7 +22,7 @@ from .verify import layouts_among
     short_help="Predict memory, time and bytes of layouts.",
     context_settings={**HELP, "ignore_unknown_options": True},
 )
-@click.argument("what", metavar="MODEL|SCRIPT")
+@click.argument("program", metavar="MODEL|SCRIPT")
 @click.option("--ranks", type=int, required=True, help="How many ranks there will be.")
 @click.option("--per-node", type=int, help="How many of them share a machine. (default: all)")
 @click.option(
@@ -56,10 +56,10 @@ from .verify import layouts_among
 @LAUNCHER
 @JSON
 @click.argument(
-    "rest", nargs=-1, metavar="[OPTIONS OF TRAIN OR OF THE SCRIPT]...", type=click.UNPROCESSED
+    "arguments", nargs=-1, metavar="[OPTIONS OF TRAIN OR OF THE SCRIPT]...", type=click.UNPROCESSED
 )
 def command(  # noqa: C901
-    what: str,
+    program: str,
     ranks: int,
     per_node: int | None,
     layouts: tuple[str, ...],
@@ -69,7 +69,7 @@ def command(  # noqa: C901
     measure: bool,
     launcher: str | None,
     json_file: Path | None,
-    rest: tuple[str, ...],
+    arguments: tuple[str, ...],
 ) -> None:
     """Predict what a training takes on RANKS ranks of machines like this one, and name its best
     layouts.
@@ -83,15 +83,15 @@ def command(  # noqa: C901
     from ...audit.verify import ranks as ranks_of
     from ...parallel.auto_placement import size
 
-    layouts, rest = layouts_among(layouts, rest)
+    layouts, arguments = layouts_among(layouts, arguments)
     check_integer("[plan] --ranks", ranks, 1)
     per_node = check_integer("[plan] --per-node", ranks if per_node is None else per_node, 1)
     for name, value in (("--memory", memory), ("--bandwidth", bandwidth), ("--latency", latency)):
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"[plan] {name} is {value:g}; give a number above 0")
-    if what not in RECIPES and not os.path.isfile(what):
+    if program not in RECIPES and not os.path.isfile(program):
         raise ConfigError(
-            f"[plan] {what!r} is no file and no model; give a script, or one of "
+            f"[plan] {program!r} is no file and no model; give a script, or one of "
             f"{', '.join(RECIPES)}"
         )
     for text in layouts:
@@ -114,32 +114,33 @@ def command(  # noqa: C901
         click.echo(
             f"measured {link_kind}: {1e6 * link.latency:.0f} us, {8e-9 * link.bandwidth:.1f} Gbit/s"
         )
-    model = ("-m", "odyssey.train", "--no-progress", "--model") if what in RECIPES else ()
-    words = [sys.executable, *model, what, *without(rest, {"--run-dir": 1, "--layout": 1})]
-    make = planner.Planner(words, per_node, limit, near, far)
+    model = ("-m", "odyssey.train", "--no-progress", "--model") if program in RECIPES else ()
+    words = [sys.executable, *model, program, *without(arguments, {"--run-dir": 1, "--layout": 1})]
+    plan_layouts = planner.Planner(words, per_node, limit, near, far)
     candidates = layouts or tuple(planner.layouts(ranks))
     width = max(map(len, candidates))
 
-    def show(p: planner.Planned) -> None:
-        if p.why is not None:
-            return click.echo(f"{p.layout:{width}}  no: {p.why}")
-        times = f"{1e3 * p.seconds:8.1f} ms a step ({1e3 * p.computes:.1f} computing)"
-        wire = f", {size(p.wire)} to other machines" if ranks > per_node else ""
+    def print_plan(plan: planner.Planned) -> None:
+        if plan.why is not None:
+            return click.echo(f"{plan.layout:{width}}  no: {plan.why}")
+        times = f"{1e3 * plan.seconds:8.1f} ms a step ({1e3 * plan.computes:.1f} computing)"
+        wire = f", {size(plan.wire)} to other machines" if ranks > per_node else ""
         click.echo(
-            f"{p.layout:{width}}  {size(p.memory):>8} a rank  {times}  sends {size(p.sent)}{wire}"
+            f"{plan.layout:{width}}  {size(plan.memory):>8} a rank  {times}  sends "
+            f"{size(plan.sent)}{wire}"
         )
 
-    plans = make(candidates, show)
+    plans = plan_layouts(candidates, print_plan)
     best_plans = planner.best(plans)
-    for place, p in enumerate(best_plans, 1):
-        click.echo(f"{place}. {p.layout}")
+    for place, plan in enumerate(best_plans, 1):
+        click.echo(f"{place}. {plan.layout}")
     if not best_plans:
         click.echo(f"no layout fits into {size(limit)} a rank")
-    if make.sharing is not None:
-        click.echo(planner.shards(make.sharing, ranks, min(per_node, ranks)))
+    if plan_layouts.sharing is not None:
+        click.echo(planner.shards(plan_layouts.sharing, ranks, min(per_node, ranks)))
     if json_file is not None:
-        best = [p.layout for p in best_plans]
-        rows = [dataclasses.asdict(p) for p in plans]
+        best = [plan.layout for plan in best_plans]
+        rows = [dataclasses.asdict(plan) for plan in plans]
         outputs.write_json(
             json_file,
             "--json",

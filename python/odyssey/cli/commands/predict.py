@@ -1,16 +1,19 @@
-"""`odyssey predict`: what the model of a checkpoint says of pictures, or of the rows of a table."""
+"""`odyssey predict`: prints what the model of a checkpoint predicts for images or table rows."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ...base import install_extra
 from ...errors import ConfigError, DataError, printable
 from . import FILE, HELP, OWN_MODEL, on_all_ranks
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @click.command("predict", short_help="Predictions for pictures or a table.", context_settings=HELP)
@@ -21,7 +24,9 @@ from . import FILE, HELP, OWN_MODEL, on_all_ranks
 )
 @OWN_MODEL
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per input.")
-def command(model: Path, inputs: tuple[str, ...], top: int, own: str | None, as_json: bool) -> None:
+def command(
+    model: Path, inputs: tuple[str, ...], top: int, own_model: str | None, as_json: bool
+) -> None:
     """Print what a model that was trained says of inputs: pictures, a table with a header
     (data.csv), or - for a table on standard input.
 
@@ -33,9 +38,10 @@ def command(model: Path, inputs: tuple[str, ...], top: int, own: str | None, as_
     from ... import comm
     from ...train import trained_models
 
+    # Every rank reads all inputs, so every rank raises the same errors, and one rank prints them.
     with on_all_ranks():
-        checkpoint = trained_models.opened(model, trained_models.own_model(own))
-        names, samples = _samples(inputs, checkpoint.data)
+        checkpoint = trained_models.opened(model, trained_models.own_model(own_model))
+        names, samples = _read_samples(inputs, checkpoint.data)
     world = comm.world(backend="auto")
     batches = trained_models.batches_of_array(
         samples, checkpoint.data.get("scale", 1.0), checkpoint.data.get("shift", 0.0)
@@ -45,30 +51,42 @@ def command(model: Path, inputs: tuple[str, ...], top: int, own: str | None, as_
     )
     if world.rank:
         return
+    # A list of names, a number of classes, or None if the model doesn't classify.
     classes = checkpoint.data.get("classes")
-    for name, y in zip(names, outputs, strict=True):
+    for name, output in zip(names, outputs, strict=True):
         if not classes:
-            numbers = y.reshape(-1).tolist()
-            line: Any = {"input": name, "output": numbers}
-            text = " ".join(f"{v:.6g}" for v in numbers)
+            numbers = output.reshape(-1).tolist()
+            record: dict[str, Any] = {"input": name, "output": numbers}
+            text = " ".join(f"{number:.6g}" for number in numbers)
         else:
-            shares = np.exp(y - y.max(), dtype=np.float64)
-            shares /= shares.sum()
-            best = np.argsort(-shares, kind="stable")[:top].tolist()
-            labels = [classes[k] if isinstance(classes, list) else k for k in best]
-            line = {
-                "input": name,
-                "classes": labels,
-                "probabilities": [float(shares[k]) for k in best],
-            }
+            # The softmax of the outputs.
+            probabilities = np.exp(output - output.max(), dtype=np.float64)
+            probabilities /= probabilities.sum()
+            best_classes = np.argsort(-probabilities, kind="stable")[:top].tolist()
+            best_probabilities = [float(probabilities[k]) for k in best_classes]
+            labels = [classes[k] if isinstance(classes, list) else k for k in best_classes]
+            record = {"input": name, "classes": labels, "probabilities": best_probabilities}
             text = "  ".join(
-                f"{label} {100 * shares[k]:.2f} %" for label, k in zip(labels, best, strict=True)
+                f"{label} {100 * probability:.2f} %"
+                for label, probability in zip(labels, best_probabilities, strict=True)
             )
-        click.echo(json.dumps(line) if as_json else f"{printable(name)}  {printable(text)}")
+        click.echo(json.dumps(record) if as_json else f"{printable(name)}  {printable(text)}")
 
 
-def _samples(inputs: tuple[str, ...], data: dict[str, Any]) -> tuple[list[str], Any]:
-    """The inputs' names, and their pixels or numbers (N, ...), as a data set holds them."""
+def _read_samples(inputs: tuple[str, ...], data: dict[str, Any]) -> tuple[list[str], np.ndarray]:
+    """Reads images or one table as samples for the model.
+
+    Args:
+        inputs: paths of images, or one path of a table. "-" is a table on standard input.
+        data: the description of the training data that the checkpoint holds.
+
+    Returns:
+        A name for each sample, and the samples (N, ...): uint8 pixels or float32 numbers.
+
+    Raises:
+        ConfigError: the shape of a sample is unknown, or a table comes with other inputs.
+        DataError: a file cannot be read, or doesn't fit the model.
+    """
     shape = data.get("sample_shape")
     tables = [name for name in inputs if name == "-" or name.lower().endswith(".csv")]
     if not shape and not tables:
@@ -77,14 +95,26 @@ def _samples(inputs: tuple[str, ...], data: dict[str, Any]) -> tuple[list[str], 
             "odyssey.load()"
         )
     if not tables:
-        return list(inputs), _pictures(inputs, shape)
+        return list(inputs), _read_images(inputs, shape)
     if len(inputs) > 1:
         raise ConfigError(f"[predict] {tables[0]} is a table; give it alone")
-    return _table(tables[0], data, shape)
+    return _read_table(tables[0], data, shape)
 
 
-def _pictures(paths: tuple[str, ...], shape: list[int]) -> Any:
-    """Pictures scaled and cut as those of the training, uint8 (N, C, H, W)."""
+def _read_images(paths: tuple[str, ...], shape: list[int]) -> np.ndarray:
+    """Reads image files as uint8 pixels (N, C, H, W).
+
+    Each image is scaled until it covers the size of a sample, and the excess is cut off at both
+    ends. `data.ImageFolder` does the same for training.
+
+    Args:
+        paths: the image files.
+        shape: the shape of a sample (C, H, W). C is 1 (grey) or 3 (RGB).
+
+    Raises:
+        ConfigError: the model doesn't take images, or Pillow is missing.
+        DataError: a file is not a readable image.
+    """
     import numpy as np
 
     if len(shape) != 3 or shape[0] not in (1, 3):
@@ -95,26 +125,44 @@ def _pictures(paths: tuple[str, ...], shape: list[int]) -> Any:
         from PIL import Image, ImageOps
     except ImportError:
         raise ConfigError(f"[predict] images need Pillow; {install_extra('image')}") from None
-    pixels = np.empty((len(paths), *shape), np.uint8)
+    channels, height, width = shape
+    mode = "L" if channels == 1 else "RGB"
+    pixels = np.empty((len(paths), channels, height, width), np.uint8)
     for index, path in enumerate(paths):
         try:
             with Image.open(path) as image:
-                image = ImageOps.fit(
-                    image.convert("L" if shape[0] == 1 else "RGB"), (shape[2], shape[1]), 2
+                fitted = ImageOps.fit(
+                    image.convert(mode), (width, height), method=Image.Resampling.BILINEAR
                 )
+        # Pillow raises SyntaxError for a damaged PNG file.
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as problem:
             raise DataError(
                 f"{printable(path)} cannot be read as a picture ({problem}); leave it out"
             ) from None
-        pixels[index] = (
-            np.asarray(image, np.uint8).reshape(shape[1], shape[2], -1).transpose(2, 0, 1)
-        )
+        # Pillow returns (H, W) for grey images and (H, W, C) for the others.
+        channels_last = np.asarray(fitted, np.uint8).reshape(height, width, channels)
+        pixels[index] = channels_last.transpose(2, 0, 1)
     return pixels
 
 
-def _table(path: str, data: dict[str, Any], shape: list[int] | None) -> tuple[list[str], Any]:
-    """Rows of a table as samples; columns by the names that they had in the training, where
-    those are known.
+def _read_table(
+    path: str, data: dict[str, Any], shape: list[int] | None
+) -> tuple[list[str], np.ndarray]:
+    """Reads the rows of a table as samples.
+
+    Columns are found by the names that they had in training. A checkpoint without names of columns
+    takes all columns of the table, in their order.
+
+    Args:
+        path: the table, or "-" for standard input.
+        data: the description of the training data that the checkpoint holds.
+        shape: the shape of a sample, if the checkpoint holds it.
+
+    Returns:
+        The name "line N" of each row, and the samples (N, F), float32.
+
+    Raises:
+        DataError: the model doesn't take rows, or the columns or fields don't fit it.
     """
     from ...data.tables import Columns, Table
 
@@ -128,6 +176,6 @@ def _table(path: str, data: dict[str, Any], shape: list[int] | None) -> tuple[li
     if not data.get("columns") and len(columns) != shape[0]:
         reason = f"has {len(columns)} columns, the model takes {shape[0]}"
         raise DataError(f"{table.path} {reason}; its columns are {', '.join(columns)}")
-    return [f"line {number}" for number, _ in table.lines], Columns.of_saved(
-        data.get("table"), columns
-    ).samples(table)
+    row_names = [f"line {number}" for number, _ in table.lines]
+    trained_columns = Columns.of_saved(data.get("table"), columns)
+    return row_names, trained_columns.samples(table)

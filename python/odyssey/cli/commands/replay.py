@@ -82,19 +82,13 @@ def command(
                 else f"{logged} in the log, {replayed} now  DIFFERS"
             )
         click.echo(f"{quantity:10}{verdict}")
-    first = result.comparison.first
+    first_different_step = None
+    if result.comparison.first is not None:
+        logged_record, _ = result.comparison.first
+        first_different_step = logged_record.step
     start = result.checkpoint or "the beginning"
-    n = result.comparison.common
-    if first is None:
-        click.echo(f"step {step}: same bits, in all {n} step{'s' if n > 1 else ''} from {start}")
-    elif first[0].step < step:
-        click.echo(
-            f"step {step}: DIFFERS, as does step {first[0].step}, the first that differs from "
-            f"{start} on"
-        )
-    else:
-        earlier_steps = f"; the {n - 1} before it, from {start} on, are the same" if n > 1 else ""
-        click.echo(f"step {step}: DIFFERS{earlier_steps}")
+    count = result.comparison.common
+    click.echo(_format_verdict(step, first_different_step, count, start))
     if json_file is not None:
         report = {
             "run": str(run),
@@ -105,11 +99,34 @@ def command(
                 quantity: {"logged": logged, "replayed": replayed}
                 for quantity, logged, replayed in rows
             },
-            "first_different_step": first and first[0].step,
-            "steps": result.comparison.common,
+            "first_different_step": first_different_step,
+            "steps": count,
             "checkpoint": result.checkpoint,
             "ranks": result.ranks,
         }
         outputs.write_json(json_file, "--json", report)
     if not result.same:
         sys.exit(DIFFERENT)
+
+
+def _format_verdict(step: int, first_different_step: int | None, count: int, start: str) -> str:
+    """Returns the line of the verdict on a replay.
+
+    Args:
+        step: the step that is replayed.
+        first_different_step: the first step that differs, or None.
+        count: how many steps were compared, from `start` to the step.
+        start: the checkpoint that the replay started from.
+    """
+    if first_different_step is None:
+        plural = "s" if count > 1 else ""
+        return f"step {step}: same bits, in all {count} step{plural} from {start}"
+    if first_different_step < step:
+        return (
+            f"step {step}: DIFFERS, as does step {first_different_step}, the first that differs "
+            f"from {start} on"
+        )
+    earlier_steps = ""
+    if count > 1:
+        earlier_steps = f"; the {count - 1} before it, from {start} on, are the same"
+    return f"step {step}: DIFFERS{earlier_steps}"

@@ -1,4 +1,4 @@
-"""`odyssey scale`: the call of odyssey.run.scale, with what happens printed."""
+"""`odyssey scale`: the call of odyssey.launch.scale, with what happens printed."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def command(run: Path, ranks: int, wait: float) -> None:
     """Go on with RANKS ranks in a run that `odyssey launch` runs: an agreed checkpoint, then a
     new attempt.
     """
-    from odyssey.run.scale import scale
+    from odyssey.launch.scale import scale
 
     scale(run, ranks, wait, lambda line: click.echo(f"odyssey: {line}", err=True))

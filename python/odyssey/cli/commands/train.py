@@ -24,25 +24,34 @@ from . import FILE, HELP, DataSet, OrOwn, on_all_ranks, without
 
 
 def _load_config(context: click.Context, _: click.Parameter, path: Path | None) -> None:
+    """Makes the values of the configuration file the defaults of the other options."""
     if path is not None:
         context.default_map = read_config(path, context.command.params)
-        # what is the launcher's it has read already, here or on its command line
+        # In a rank, the launcher has applied its options already.
         if runs.ATTEMPT in os.environ:
             for name in ("ranks", "run_dir"):
                 context.default_map.pop(name, None)
 
 
-def _option(s: Setting) -> click.Option:
-    choice = DataSet if s.name == "dataset" else OrOwn if s.own else click.Choice
-    kind = choice(s.choices) if s.choices else FILE if s.kind is Path else s.kind
-    files = ("FILE", "DIR")[s.name.endswith("_dir")] if s.kind is Path else None
-    type_options: dict[str, Any] = (
-        {"is_flag": True} if s.kind is bool else {"type": kind, "metavar": s.metavar or files}
-    )
+def _build_option(setting: Setting) -> click.Option:
+    """Builds the option of click for a setting."""
+    kind: Any = setting.kind
+    metavar = setting.metavar or None
+    if setting.kind is Path:
+        kind = FILE
+        metavar = metavar or ("DIR" if setting.name.endswith("_dir") else "FILE")
+    if setting.choices:
+        if setting.name == "dataset":
+            kind = DataSet(setting.choices)
+        else:
+            kind = OrOwn(setting.choices) if setting.own else click.Choice(setting.choices)
+    type_options: dict[str, Any] = {"type": kind, "metavar": metavar}
+    if setting.kind is bool:
+        type_options = {"is_flag": True}
     return click.Option(
-        [s.name, *(s.flags or (option(s.name),))],
-        default=s.default,
-        help=s.help_text(option),
+        [setting.name, *(setting.flags or (option(setting.name),))],
+        default=setting.default,
+        help=setting.help_text(option),
         **type_options,
     )
 
@@ -58,35 +67,36 @@ CONFIG = click.Option(
 )
 
 
-class _Sectioned(click.Command):
+class _SectionedCommand(click.Command):
     """A command whose help lists its options under headings."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Passes a command line of another platform on to its command, which ends the process."""
         from .. import foreign_options
 
-        if foreign_options.asked(args):
+        if foreign_options.has_foreign_option(args):
             foreign_options.command.main(args, prog_name=ctx.command_path, standalone_mode=False)
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         section_by_option = {
             "config": declarations.DATA,
-            **{name: s.section for name, s in declared(Command).items()},
+            **{name: setting.section for name, setting in declared(Command).items()},
         }
         for section in (*SECTIONS, "Other"):
             options = [
-                o
-                for o in self.get_params(ctx)
-                if section_by_option.get(str(o.name), "Other") == section
+                parameter
+                for parameter in self.get_params(ctx)
+                if section_by_option.get(str(parameter.name), "Other") == section
             ]
+            help_records = [parameter.get_help_record(ctx) for parameter in options]
             with formatter.section(section):
-                formatter.write_dl(
-                    [row for row in (o.get_help_record(ctx) for o in options) if row]
-                )
+                # Hidden options have no record.
+                formatter.write_dl([record for record in help_records if record])
 
 
 @click.pass_context
-def _command(context: click.Context, verbose: bool, ranks: int | None, **_: Any) -> None:
+def _run_command(context: click.Context, verbose: bool, ranks: int | None, **_: Any) -> None:
     """Train a network and print one line of results.
 
     Under mpirun or srun the processes train together: mpirun -n 4 odyssey train. To start them, and
@@ -112,18 +122,24 @@ def _command(context: click.Context, verbose: bool, ranks: int | None, **_: Any)
     )
 
 
-command = _Sectioned(
+command = _SectionedCommand(
     "train",
-    callback=_command,
-    params=[CONFIG, *(_option(s) for s in declared(Command).values() if s.option)],
-    help=_command.__doc__,
+    callback=_run_command,
+    params=[
+        CONFIG,
+        *(_build_option(setting) for setting in declared(Command).values() if setting.option),
+    ],
+    help=_run_command.__doc__,
     short_help="Train a network.",
     context_settings=HELP,
 )
 
 
 def settings_of(context: click.Context) -> Settings:
-    """Returns what the command line of `context` asks for. Raises ConfigError."""
+    """Returns the settings that the command line of `context` asks for.
+
+    Raises ConfigError if options contradict each other, or a value is not allowed.
+    """
     values = dict(context.params)
     batch_size = values.pop("batch_size")
     ranks = values.pop("ranks")
@@ -135,7 +151,7 @@ def settings_of(context: click.Context) -> Settings:
     )
     declarations.check(Command, {"batch_size": batch_size, "ranks": ranks}, option)
     if batch_size is not None:
-        values["global_batch_size"] = _one_batch_size(
+        values["global_batch_size"] = _check_batch_size(
             context, batch_size, ranks, values["num_gpus"]
         )
     settings = declarations.settings(values)
@@ -146,10 +162,14 @@ def settings_of(context: click.Context) -> Settings:
     return settings
 
 
-def _one_batch_size(
+def _check_batch_size(
     context: click.Context, size: int, ranks: int | None, workers: int | None
 ) -> int:
-    """--batch-size as the global one, if it can mean nothing else."""
+    """Returns --batch-size as the global batch size.
+
+    Raises ConfigError if there are several workers, because it could also be the size for each
+    worker, or if --global-batch-size is given too.
+    """
     if context.get_parameter_source("global_batch_size") not in (
         None,
         click.core.ParameterSource.DEFAULT,

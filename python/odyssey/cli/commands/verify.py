@@ -1,4 +1,4 @@
-"""`odyssey verify`: the call of odyssey.audit.verify, with what it found printed."""
+"""`odyssey verify`: calls odyssey.audit.verify and prints its results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from . import DIFFERENT, FILE, HELP, JSON, LAUNCHER, on_all_ranks
 @LAUNCHER
 @JSON
 @click.argument(
-    "rest", nargs=-1, metavar="[OPTIONS OF TRAIN OR OF THE SCRIPT]...", type=click.UNPROCESSED
+    "arguments", nargs=-1, metavar="[OPTIONS OF TRAIN OR OF THE SCRIPT]...", type=click.UNPROCESSED
 )
 def command(
     layouts: tuple[str, ...],
@@ -52,7 +52,7 @@ def command(
     script: Path | None,
     launcher: str | None,
     json_file: Path | None,
-    rest: tuple[str, ...],
+    arguments: tuple[str, ...],
 ) -> None:
     """Train on one process and on each layout, and compare every bit after every step.
 
@@ -70,16 +70,16 @@ def command(
             raise ConfigError(
                 "[verify] it starts the ranks of each layout itself; run it without mpirun or srun"
             )
-    layouts, rest = layouts_among(layouts, rest)
+    layouts, arguments = layouts_among(layouts, arguments)
     if json_file is not None:
         outputs.check(json_file, "--json")
     if inference is not None:
-        if layouts or rest or script:
-            stray_word = (*layouts, *rest, *["--script"] * bool(script))[0]
+        if layouts or arguments or script:
+            stray_word = (*layouts, *arguments, *["--script"] * bool(script))[0]
             raise ConfigError(
                 f"[verify] --inference goes without {stray_word!r}; leave one of them out"
             )
-        _inference(inference, samples or 48, json_file)
+        _verify_inference(inference, samples or 48, json_file)
         return
     if not layouts or samples is not None:
         reason = "--samples is for --inference RUN" if layouts else "nothing to compare is given"
@@ -88,7 +88,7 @@ def command(
     words = [
         sys.executable,
         *(["-m", "odyssey.train", "--no-progress"] if script is None else [str(script)]),
-        *rest,
+        *arguments,
     ]
     width = max(len(text) for text in layouts)
 
@@ -109,8 +109,11 @@ def command(
         sys.exit(DIFFERENT)
 
 
-def _inference(run: Path, samples: int, json_file: Path | None) -> None:
-    """Prints a line for each way to compute the outputs of a run's model."""
+def _verify_inference(run: Path, samples: int, json_file: Path | None) -> None:
+    """Compares the outputs of a run's model for each way to compute them, and prints a line each.
+
+    Exits with DIFFERENT if one way differs. json_file: also writes the results there.
+    """
     from ...train import trained_models
     from ...train.inference import ways
 
@@ -144,8 +147,10 @@ def _inference(run: Path, samples: int, json_file: Path | None) -> None:
 def layouts_among(
     layouts: tuple[str, ...], words: tuple[str, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Layouts that follow the option's first one without repeating it are among the arguments:
-    "key=value" words.
+    """Moves layouts from the other arguments to the layouts, and returns both.
+
+    After `--layouts dp=2 tp=2`, click passes "tp=2" among the other arguments. A layout is a word
+    "key=value" with a key that layouts have.
     """
     from ...audit.verify import KEYS
 

@@ -86,7 +86,7 @@ def make(runner: GpuRunner, comm: Communicator, run: planning.Run) -> GpuExchang
     """
     chosen = runner.layout.reduction
     plain = chosen.reduction == "tree" and chosen.compression is None
-    if devices.wanted(comm):
+    if devices.is_requested(comm):
         if plain:
             links = _links(runner, comm)
             if links:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...build import gpus
+from ...compile import gpus
 from ...core import native as host
 from ...core.gpu_native import COMPUTE, COPY, Gpu, GpuStep, StepBlock, library
 from ...core.program import plan_memory, serialize
@@ -96,7 +96,7 @@ class GpuRunner(Runner):
                 records,
                 arena,
                 [],
-                self._locate,
+                self._locate_floats,
                 library(),
                 lambda memory, w=w: self._constant(memory, w),
             )

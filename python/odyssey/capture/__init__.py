@@ -1,0 +1,45 @@
+"""Capture: the one place that decides what a training run depends on.
+
+values.py says what a checkpoint can hold, edges.py what an object holds, resources.py what is never
+looked into, walk.py how everything is met, and capture.py what is kept, compared and put back.
+docs/state.md explains it to users.
+"""
+
+from .capture import COMPARED_ROOTS, Capture, last_name
+from .edges import (
+    Edge,
+    Place,
+    edges_of_object,
+    is_own_file,
+    names_in,
+    register_edges,
+    register_walkable,
+)
+from .resources import is_resource
+from .values import Kind, NotAValue, decode, encode, is_value, mark, put_into, register
+from .walk import REFERENCE, Picture, walk
+
+__all__ = [
+    "COMPARED_ROOTS",
+    "Capture",
+    "Edge",
+    "Kind",
+    "NotAValue",
+    "Picture",
+    "Place",
+    "REFERENCE",
+    "decode",
+    "edges_of_object",
+    "encode",
+    "is_own_file",
+    "is_resource",
+    "is_value",
+    "last_name",
+    "mark",
+    "names_in",
+    "put_into",
+    "register",
+    "register_edges",
+    "register_walkable",
+    "walk",
+]

@@ -1,0 +1,1189 @@
+"""The state of a training run beyond weights: pictured, kept in checkpoints, and put back.
+
+A checkpoint holds the values that are not what they were when fit() began, by path. So what a
+program was built with stays the program's, and what has changed since is state. `Capture.restore`
+writes values into the objects that the resumed program has built. It creates values and
+containers, and never an object, function or class, and nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..core.fingerprint import hash_of
+from ..errors import CheckpointError, ConfigError
+from . import values
+from .edges import CACHED, Place, is_function, is_own_file
+from .walk import (
+    LOADER_ROOTS,
+    OPAQUE,
+    REDUCED,
+    REFERENCE,
+    RESOURCE,
+    SAMPLED,
+    SAMPLED_ROOTS,
+    STATE,
+    VALUE,
+    Entry,
+    Picture,
+    changed_in_place,
+    describe,
+    may_fill_up,
+    reduced,
+    walk,
+)
+
+# The roots that all ranks have alike, and that a resumed program builds as before.
+COMPARED_ROOTS = (
+    "model",
+    "loss",
+    "optimizer",
+    "scheduler",
+    "schedule",
+    "sampler",
+    "transform",
+    "collate",
+)
+# Names of numbers that are another one on each rank, as they say.
+RANK_NAMES = frozenset({"rank", "local_rank", "global_rank", "world_rank", "node_rank", "device"})
+ATTEMPTS = 20  # walks while other threads change what is walked
+COPIED_BYTES = 1 << 20  # a value of at most this size is copied when fit() begins
+ADVICE = "list it in the class attribute _not_state if the training does not depend on it"
+
+_KEPT_SORTS = (VALUE, STATE, REDUCED)
+_GENERATORS = frozenset({"random", "generator", "random state", "seed sequence", "torch generator"})
+_READ_AHEAD_ROOTS = frozenset({"transform", "collate"})  # which loaders call ahead of the steps
+_AT_EPOCH_START = "epoch start "  # starts the names of arrays
+
+
+class Capture:
+    """What a training run depends on, beyond what its trainer keeps by itself.
+
+    Args:
+        roots: returns the objects to walk from, by name, as they are now.
+        kept: returns the ids of objects that the trainer keeps in another way, such as parameters.
+        say: reports a line to the user.
+        set_by_forward: returns (id of a module, name) of the attributes that forward() is known to
+            set.
+        compares_built: ranks compare what the program was built with. False: only what has changed
+            since, because the trainer compares what a step computes.
+
+    Attributes:
+        by_forward: paths of what forward() or the loss sets and does not read. How often they run
+            depends on the number of ranks, so it is neither kept nor compared.
+    """
+
+    def __init__(
+        self,
+        roots: Callable[[], Mapping[str, Any]],
+        kept: Callable[[], set[int]],
+        say: Callable[[str], None],
+        set_by_forward: Callable[[], Container[tuple[int, str]]] = frozenset,
+        compares_built: bool = True,
+    ) -> None:
+        self._compares_built = compares_built
+        self._roots = roots
+        self._kept = kept
+        self._say = say
+        self._set_by_forward = set_by_forward
+        self.by_forward: set[str] = set()
+        self._built = Picture()
+        self._marks: dict[str, str] = {}
+        # encoded values and arrays of the beginning, by path
+        self._copies: dict[str, tuple[Any, dict[str, np.ndarray]]] = {}
+        # what exists when the first epoch starts, so that a resumed run has it too
+        self._expected = Picture()
+        self._known: dict[int, str] = {}  # paths of its objects by id
+        self._announced: set[str] = set()
+        # functions and classes that a resumed run must have when its epoch has started
+        self._unchecked_classes: tuple[str, dict[str, str]] | None = None
+        self._unchecked_patches: dict[str, str] = {}
+        # names of functions and classes, and marks of transforms, when the latest epoch started
+        self._start_classes: dict[str, str] = {}
+        # hooks and replaced methods before the first step, and when the latest epoch started; None
+        # for loops of the user's own, which may set them at any time
+        self._expected_patches: dict[str, str] = {}
+        self._start_patches: dict[str, str] | None = None
+        # classes of objects that the latest on_epoch_start has created
+        self._start_types: dict[str, type] = {}
+        # objects by path, from on_epoch_end until the next epoch has started
+        self._objects_at_epoch_end: dict[str, Any] | None = None
+        self._in_epoch = False  # False from on_epoch_end to the end of the next on_epoch_start
+        self._start_transforms: dict[str, str] = {}
+        # what the loader's roots held when the latest epoch began: its number, values and arrays
+        self._epoch_start: tuple[int, dict[str, Any], dict[str, np.ndarray]] | None = None
+        # values of a checkpoint in the middle of an epoch, until its first batches are skipped
+        self._after_skip: tuple[dict[str, Any], dict[str, np.ndarray]] | None = None
+
+    # --- the beginning ---
+
+    def begin(self) -> None:
+        """Takes what there is now as what the program has built."""
+        self._known = {}
+        self._built = self.look()
+        self._marks = self._built.marks()
+        self._expect(self._built)
+        self._copies = {}
+        self._epoch_start = None
+        self._after_skip = None
+        self._start_patches = None
+        self._start_types = {}
+        self._objects_at_epoch_end = None
+        self._in_epoch = False
+        for path, entry in self._built.entries.items():
+            if entry.sort in _KEPT_SORTS and _size_of(entry.value) <= COPIED_BYTES:
+                arrays: dict[str, np.ndarray] = {}
+                node = values.encode(_parts_of(entry), arrays, path)
+                copies = {name: np.array(array) for name, array in arrays.items()}
+                self._copies[path] = node, copies
+
+    def announce_opaque(self, strict: bool) -> None:
+        """Tells the user which objects checkpoints can't keep, once.
+
+        strict: raise ConfigError instead.
+        """
+        opaque = {
+            path: name
+            for path, name in self._built.opaque().items()
+            if self._built.entries[path].root not in LOADER_ROOTS
+        }
+        self._announce({**opaque, **self._built.holders}, strict)
+
+    def _announce(self, objects: Mapping[str, str], strict: bool = False) -> None:
+        """Tells the user once about objects that checkpoints can't keep: class names by path."""
+        opaque = {path: name for path, name in objects.items() if path not in self._announced}
+        if not opaque:
+            return
+        shown = ", ".join(f"{path} ({name})" for path, name in list(opaque.items())[:5])
+        more = f" and {len(opaque) - 5} more" if len(opaque) > 5 else ""
+        if strict:
+            raise ConfigError(
+                f"[capture] checkpoints can't keep {shown}{more}, and state is 'strict'; {ADVICE}"
+            )
+        self._announced.update(opaque)
+        self._say(
+            f"[capture] checkpoints can't keep {shown}{more}: a resumed run has them as the "
+            "program builds them. Hold what training depends on in numbers, arrays, lists or dicts"
+        )
+
+    def expect(self) -> None:
+        """Takes the objects that exist now as those that a resumed run has too, because its
+        callbacks have created them before its first step.
+        """
+        self._expect(self.look())
+
+    def ignore_changes_by(self, root: str, call: Callable[[], Any]) -> None:
+        """Calls a function, and neither keeps nor compares what it changes below a root.
+
+        For example, how often a schedule is called depends on the number of ranks.
+        """
+        before = self.look((root,)).marks()
+        call()
+        after = self.look((root,)).marks()
+        self.by_forward.update(
+            path for path in {**before, **after} if before.get(path) != after.get(path)
+        )
+
+    def _expect(self, picture: Picture) -> None:
+        # without values, which may be large and which the program may let go of
+        entries = {
+            path: entry
+            if entry.sort in (REFERENCE, REDUCED)
+            else dataclasses.replace(entry, value=None)
+            for path, entry in picture.entries.items()
+        }
+        self._expected = Picture(entries, picture.aliases, picture.alias_places)
+        self._expected_patches = picture.patches
+        self._known = {
+            id(entry.value): path
+            for path, entry in picture.entries.items()
+            if entry.sort == REFERENCE and not isinstance(entry.value, type)
+        }
+
+    # --- now ---
+
+    def look(self, roots: Iterable[str] | None = None) -> Picture:
+        """Returns a picture of what there is now. roots: names of some roots; None: all."""
+        everything = self._roots()
+        names = everything.keys() if roots is None else {*roots}
+        chosen = {name: root for name, root in everything.items() if name in names}
+        picture = _walk_patiently(chosen, self._kept(), self._known)
+        if known := self._set_by_forward():
+            for path, entry in picture.entries.items():
+                if entry.place.kind == "attribute":
+                    if (id(entry.place.holder), entry.place.key) in known:
+                        self.by_forward.add(path)
+        return picture
+
+    def changed_in_forward(self, path: str, by_forward: Collection[str] | None = None) -> bool:
+        """Tells whether forward() or the loss sets the value at a path, or an object around it.
+
+        by_forward: paths of what they set; None: the known ones.
+        """
+        known = self.by_forward if by_forward is None else by_forward
+        if path in known:
+            return True
+        return _is_below(path, known)
+
+    def compared(self) -> dict[str, str]:
+        """Returns what all ranks must have alike, as strings by path.
+
+        Globals and closures count only if they have changed since fit() began: many programs hold
+        numbers in them that are another one on each rank, and that training does not read.
+        """
+        # what the data set holds, such as the time at which it was opened, is not compared
+        picture = self.look({*COMPARED_ROOTS, *SAMPLED_ROOTS})
+        return {
+            path: entry.mark
+            for path, entry in picture.entries.items()
+            if entry.root in COMPARED_ROOTS
+            and entry.sort not in (OPAQUE, RESOURCE)
+            and not self.changed_in_forward(path)
+            and last_name(path).lower() not in RANK_NAMES
+            and CACHED not in path  # a rank may not have computed it yet
+            and (self._is_own_setting(path) or self._has_changed(entry))
+        }
+
+    def _has_changed(self, entry: Entry) -> bool:
+        """Tells whether something is not what it was when fit() began."""
+        built = self._built.entries.get(entry.path)
+        return built is None or built.mark != entry.mark
+
+    def _is_own_setting(self, path: str) -> bool:
+        """Tells whether a value is an attribute or item, and ranks are to have it alike."""
+        return self._compares_built and ":" not in path and "<" not in path
+
+    # --- checkpoints ---
+
+    def state(self, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+        """Returns what a checkpoint keeps, as JSON has it, and puts its arrays into `arrays`.
+
+        Raises ConfigError: something has changed that a checkpoint can't keep.
+        """
+        whole_picture = self.look()
+        picture = self._without_objects_of_epoch(whole_picture)
+        self._check_kept(picture)
+        self._announce(picture.holders)
+        saved = self._changed_values(picture, arrays)
+        holders: dict[str, list[str]] = {}
+        for _, _, _, parent, *_ in saved.values():
+            holder = picture.entries.get(parent)
+            if holder is not None and holder.sort == REFERENCE:
+                holders[holder.path] = [holder.root, holder.mark]
+        replaced = {
+            path: [entry.root, entry.mark]
+            for path, entry in picture.entries.items()
+            if entry.sort == REFERENCE
+            and entry.root not in LOADER_ROOTS
+            and not self.changed_in_forward(path)
+            and path in self._built.entries
+            and self._built.entries[path].mark != entry.mark
+        }
+        epoch_start = None
+        if self._epoch_start is not None:
+            epoch, epoch_values, epoch_arrays = self._epoch_start
+            arrays.update(epoch_arrays)
+            epoch_start = {"epoch": epoch, "values": epoch_values}
+        return {
+            "values": saved,
+            "removed": self._removed(whole_picture),
+            "aliases": self._changed_aliases(picture),
+            "epoch start": epoch_start,
+            "classes": {**holders, **replaced},
+            "patches": self._changed_patches(picture),
+            "created": {
+                path: [entry.parent, values.encode(entry.place.key, {}, path)]
+                for path, entry in picture.entries.items()
+                if self._is_new_item(entry) and not self.changed_in_forward(path)
+            },
+            "built": self.describe_built(self.by_forward),
+            "opaque": picture.opaque(),
+            "by forward": sorted(self.by_forward),
+        }
+
+    def _without_objects_of_epoch(self, picture: Picture) -> Picture:
+        """Returns a picture between two epochs without the objects that on_epoch_start has created,
+        and creates anew in the next epoch. It tells the user about them once.
+        """
+        if self._in_epoch:
+            return picture
+        left_out: list[str] = []
+        for path, entry in picture.entries.items():
+            kind = type(entry.value)
+            is_of_epoch = entry.sort == REFERENCE and self._start_types.get(path) is kind
+            if is_of_epoch and not self._is_expected(entry) and self._has_values(picture, path):
+                left_out.append(path)
+        left_out = [path for path in left_out if not _is_below(path, left_out)]
+        if not left_out:
+            return picture
+        new = [path for path in left_out if path not in self._announced]
+        if new:
+            self._announced.update(new)
+            self._say(
+                f"[capture] {', '.join(new)}: created in on_epoch_start, so a run that is resumed "
+                "between two epochs has it as that creates it, and not as the last epoch left it"
+            )
+        return dataclasses.replace(
+            picture,
+            entries={
+                path: entry
+                for path, entry in picture.entries.items()
+                if path not in left_out and not _is_below(path, left_out)
+            },
+            alias_places={
+                path: place
+                for path, place in picture.alias_places.items()
+                if not _is_below(path, left_out)
+            },
+        )
+
+    def _changed_patches(self, picture: Picture) -> dict[str, str]:
+        """Returns the hooks and replaced methods that are not those of when fit() began, by path;
+        "" stands for none.
+        """
+        if self._start_patches is None:
+            return {}
+        built = self._built.patches
+        return {
+            path: picture.patches.get(path, "")
+            for path in sorted({**built, **picture.patches})
+            if built.get(path) != picture.patches.get(path)
+        }
+
+    def _removed(self, picture: Picture) -> list[str]:
+        """Returns the paths of what the program has built and no object holds any longer."""
+        gone = []
+        for path, entry in self._built.entries.items():
+            is_object = entry.sort == REFERENCE and entry.root not in LOADER_ROOTS
+            if path in picture.entries or path in picture.aliases or not entry.parent:
+                continue
+            is_kept = entry.sort in (VALUE, REDUCED)
+            if not (is_kept or is_object) or entry.place.kind in ("fixed", "hook", "contents"):
+                continue
+            # what is gone with the object that held it is not removed from that
+            if self._has_same_parent(entry, picture) and not self.changed_in_forward(path):
+                gone.append(path)
+        return gone
+
+    def _has_same_parent(self, built: Entry, picture: Picture) -> bool:
+        """Tells whether an object of the same class holds, or may hold, what was built."""
+        before = self._built.entries.get(built.parent)
+        now = picture.entries.get(built.parent)
+        if before is None or now is None:
+            return False
+        return now.sort == before.sort and type(now.value) is type(before.value)
+
+    def _changed_aliases(self, picture: Picture) -> dict[str, list[Any]]:
+        """Returns places that hold an object that is also elsewhere, and held another one when
+        fit() began: the object's path, and where it is held, by path.
+        """
+        changed: dict[str, list[Any]] = {}
+        for path, (place, parent) in picture.alias_places.items():
+            first_path = picture.aliases[path]
+            first = picture.entries.get(first_path)
+            if first is None or first.root in LOADER_ROOTS or self.changed_in_forward(path):
+                continue
+            if first.sort in (*_KEPT_SORTS, REFERENCE):
+                if self._built.aliases.get(path) != first_path:
+                    changed[path] = [first_path, parent, *_key_of(place)]
+        return changed
+
+    def _changed_values(
+        self, picture: Picture, arrays: dict[str, np.ndarray], prefix: str = ""
+    ) -> dict[str, Any]:
+        """Returns the values that are not what they were when fit() began, as JSON by path.
+
+        arrays: receives their arrays, under names that start with `prefix`.
+        """
+        changed: dict[str, Any] = {}
+        built_late = self._built_late(picture)
+        for path, entry in picture.entries.items():
+            if entry.sort not in _KEPT_SORTS or self.changed_in_forward(path):
+                continue
+            if self._marks.get(path) == entry.mark or self._is_cache(entry, built_late):
+                continue
+            node = values.encode(_parts_of(entry), arrays, prefix + path)
+            changed[path] = [entry.sort, node, entry.root, entry.parent, *_key_of(entry.place)]
+        return changed
+
+    def _built_late(self, picture: Picture) -> set[str]:
+        """Returns the paths of objects below the loader's roots that have opened a file, created an
+        object or filled a large array since fit() began.
+
+        A resumed run builds them again when it reads samples, so it must not find a part of them.
+        """
+        holders: set[str] = set()
+        for path, entry in picture.entries.items():
+            if entry.root not in LOADER_ROOTS or entry.sort in _KEPT_SORTS:
+                continue
+            before = self._built.entries.get(path)
+            if before is not None and before.sort == entry.sort:
+                if entry.sort == SAMPLED:
+                    is_late = before.mark != entry.mark or may_fill_up(before.mark)
+                else:
+                    is_late = entry.sort == OPAQUE and before.value is not entry.value
+            else:
+                is_late = True
+            holder = entry.parent
+            while is_late and holder not in holders:
+                holders.add(holder)
+                around = picture.entries.get(holder)
+                if around is None or not isinstance(around.value, (list, tuple, dict)):
+                    break
+                holder = around.parent
+        return holders
+
+    def _is_cache(self, entry: Entry, built_late: Container[str]) -> bool:
+        """Tells whether a value is a part of what a loader builds when it reads samples.
+
+        Numbers and generators are no caches.
+        """
+        if entry.root not in LOADER_ROOTS or not entry.parent:
+            return False
+        if entry.parent not in self._built.entries:
+            return True
+        if entry.parent not in built_late or type(entry.value) in (int, float):
+            return False
+        kind = values.kind_of(entry.value)
+        return kind is None or kind.name not in _GENERATORS
+
+    # --- epochs ---
+
+    def loader_marks(self) -> dict[str, str]:
+        """Returns what the loader's roots hold now, as marks by path."""
+        return self.look(LOADER_ROOTS).marks()
+
+    def begin_epoch(self, epoch: int, roots: Collection[str] = LOADER_ROOTS) -> None:
+        """Notes what the loader's roots hold when an epoch begins. If the same epoch begins again,
+        because a resumed run skips batches of it, they get what they held then.
+
+        roots: those of the loader for which this is done.
+        """
+        if self._epoch_start is not None and self._epoch_start[0] == epoch:
+            _, changed, arrays = self._epoch_start
+            self._put_loader(changed, arrays, roots)
+            return
+        epoch_arrays: dict[str, np.ndarray] = {}
+        changed = self._changed_values(self.look(), epoch_arrays, _AT_EPOCH_START)
+        epoch_values = {p: item for p, item in changed.items() if item[2] in roots}
+        names = _array_names(epoch_values)
+        copies = {name: np.array(epoch_arrays[name]) for name in names}
+        self._epoch_start = epoch, epoch_values, copies
+        self._after_skip = None
+
+    def end_skip(self, roots: Collection[str] = LOADER_ROOTS) -> None:
+        """Puts back what callbacks have changed of the loader before the checkpoint; a resumed run
+        has skipped the batches of its epoch that were used. roots: see `begin_epoch`.
+        """
+        if self._after_skip is not None:
+            self._put_loader(*self._after_skip, roots)
+            self._after_skip = None
+
+    @contextlib.contextmanager
+    def as_at_start(self, epoch: int, roots: Collection[str]) -> Iterator[None]:
+        """Gives the loader's roots what they held when an epoch began, in the block.
+
+        It does nothing if that epoch is not the latest one that has begun.
+        """
+        if self._epoch_start is None or self._epoch_start[0] != epoch:
+            yield
+            return
+        arrays: dict[str, np.ndarray] = {}
+        current_values = self._changed_values(self.look(), arrays)
+        copies = {name: np.array(arrays[name]) for name in _array_names(current_values)}
+        self._put_loader(*self._epoch_start[1:], roots)
+        try:
+            yield
+        finally:
+            self._put_loader(current_values, copies, roots)
+
+    def _put_loader(
+        self,
+        changed: Mapping[str, Any],
+        arrays: Mapping[str, np.ndarray],
+        roots: Collection[str] = LOADER_ROOTS,
+    ) -> None:
+        """Puts values back below the loader's roots, and what was built elsewhere there."""
+        restorer = _Restorer(self.look(), "the start of the epoch", False)
+        self._restore_built(restorer, {"values": changed, "removed": []}, roots)
+        for path, (sort, node, root, parent, *key) in changed.items():
+            if root in roots:
+                restorer.put(path, sort, node, arrays, parent, key)
+
+    def _keep_for_loader(self, saved: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+        """Keeps the parts of a checkpoint that are put back while an epoch is read again."""
+        of_loader = {p: item for p, item in saved["values"].items() if item[2] in LOADER_ROOTS}
+        epoch_start = saved.get("epoch start")
+        copies = {name: np.array(arrays[name]) for name in _array_names(of_loader)}
+        self._after_skip = of_loader, copies
+        self._epoch_start = None
+        if epoch_start is not None:
+            # only its own arrays: the next checkpoint gets them beside its values
+            names = _array_names(epoch_start)
+            copies = {name: np.array(arrays[name]) for name in names}
+            self._epoch_start = int(epoch_start["epoch"]), dict(epoch_start["values"]), copies
+
+    def _check_kept(self, picture: Picture) -> None:
+        """Raises ConfigError: a value has become something that a checkpoint can't keep."""
+        self._check_patches(picture)
+        kept_ids = self._kept()
+        for path, entry in picture.entries.items():
+            before = self._built.entries.get(path)
+            if self.changed_in_forward(path):
+                continue
+            self._check_function(entry, before)
+            if entry.sort == VALUE and not kept_ids.isdisjoint(_integer_keys(entry.value)):
+                raise ConfigError(
+                    f"[capture] {path} has ids of parameters as keys, which are others in a "
+                    f"resumed run; use their names as keys, or {ADVICE}"
+                )
+            if entry.sort == SAMPLED and before is not None and before.sort == SAMPLED:
+                if changed_in_place(before.mark, entry.mark):
+                    raise ConfigError(
+                        f"[capture] {path} was changed in place since fit() began, and is too "
+                        "large for checkpoints; keep the change in a smaller value, such as an "
+                        f"array by sample in a callback, or {ADVICE}"
+                    )
+            if entry.root in LOADER_ROOTS:
+                continue
+            if entry.sort == OPAQUE and before is not None and before.value is not entry.value:
+                was = _in_words(before)
+                if before.sort == VALUE and before.value is None:
+                    continue  # a cache or file that is opened late
+                raise ConfigError(
+                    f"[capture] {path} was {was} when fit() began and is a {entry.mark} now, which "
+                    f"a checkpoint can't keep; keep numbers, strings or arrays there, or {ADVICE}"
+                )
+            if path in self._marks and self._marks[path] != entry.mark and not _can_be_put(entry):
+                raise ConfigError(
+                    f"[capture] {path} has changed since fit() began, from "
+                    f"{self._marks[path][:40]} to {entry.mark[:40]}, where a resumed run can't "
+                    f"change it; hold it in an attribute, list or dict, or {ADVICE}"
+                )
+            if (
+                entry.sort == REFERENCE
+                and not self._is_expected(entry)
+                and not is_function(entry.value)
+                and not self._is_new_item(entry)
+                and self._has_values(picture, path)
+            ):
+                raise ConfigError(
+                    f"[capture] {path} is a {entry.mark} that was created in a step or moved "
+                    "there; a resumed run can't do that. Create it before fit() or in "
+                    "on_fit_start and leave it in its place, or "
+                    f"{ADVICE}"
+                )
+
+    def end_epoch(self) -> None:
+        """Lets hooks and methods be as they were before the first step, from on_epoch_end on."""
+        self._in_epoch = False
+        if self._start_patches is None:
+            return
+        picture = self.look()
+        self._objects_at_epoch_end = _objects_in(picture)
+        patches = picture.patches
+        expected = self._expected_patches
+        for path in {**self._start_patches, **patches}:
+            if patches.get(path) != expected.get(path):
+                continue  # the next checkpoint compares it with the start of the epoch
+            if path in patches:
+                self._start_patches[path] = patches[path]
+            else:
+                self._start_patches.pop(path, None)
+
+    def _check_patches(self, picture: Picture) -> None:
+        """Raises ConfigError: a hook or a replaced method has come or gone in a step."""
+        if self._start_patches is None:
+            return
+        patches = picture.patches
+        start_patches = self._start_patches
+        for path in {**start_patches, **patches}:
+            if patches.get(path) == start_patches.get(path) or self.changed_in_forward(path):
+                continue
+            if path in patches:
+                change = f"was set to {patches[path]}"
+            else:
+                change = f"({start_patches[path]}) was taken out"
+            raise ConfigError(
+                f"[capture] {path} {change} since the epoch started, which a resumed run can't do "
+                "again. Set it before fit(), in on_fit_start or in on_epoch_start, and choose by a "
+                "number or string what it does"
+            )
+
+    def _check_function(self, entry: Entry, before: Entry | None) -> None:
+        """Raises ConfigError: a function was replaced after the epoch had started."""
+        if before is None or entry.sort != REFERENCE or before.sort != REFERENCE:
+            return
+        if entry.root in LOADER_ROOTS or not is_function(entry.value):
+            return
+        if entry.mark != before.mark and self._start_classes.get(entry.path) != entry.mark:
+            raise ConfigError(
+                f"[capture] {entry.path} was {before.mark} when fit() began and is {entry.mark} "
+                "now. A checkpoint can't keep a function; choose it by a number or string, or set "
+                "it in on_epoch_start"
+            )
+
+    def _is_expected(self, entry: Entry) -> bool:
+        """Tells whether a resumed run has an object of this class at the same path."""
+        if self._in_epoch and self._start_types.get(entry.path) is type(entry.value):
+            return True  # on_epoch_start has created it, and is called again
+        expected = self._expected.entries.get(entry.path)
+        if expected is None or expected.sort != REFERENCE:
+            return False
+        return type(expected.value) is type(entry.value)
+
+    def _is_new_item(self, entry: Entry) -> bool:
+        """Tells whether a `defaultdict` has created an object since the first step.
+
+        A resumed run creates it by asking the dict for the same key.
+        """
+        place = entry.place
+        return (
+            entry.sort == REFERENCE
+            and entry.root not in LOADER_ROOTS
+            and place.kind == "item"
+            and isinstance(place.holder, collections.defaultdict)
+            and place.holder.default_factory is not None
+            and type(place.key) in (str, int)
+            and not self._is_expected(entry)
+        )
+
+    def _has_values(self, picture: Picture, path: str) -> bool:
+        """Tells whether an object holds values itself."""
+        return any(
+            entry.parent == path and entry.sort in (VALUE, STATE, REDUCED)
+            for entry in picture.entries.values()
+        )
+
+    def describe_built(self, by_forward: Collection[str]) -> dict[str, str]:
+        """Returns a hash of what each object of the compared roots was built with, by path.
+
+        by_forward: paths of what forward() and the loss set, which does not count.
+
+        Only attributes and items count. A program may name other globals each time it starts, such
+        as its arguments.
+        """
+        held: dict[str, list[tuple[str, str]]] = {}
+        for path, entry in self._built.entries.items():
+            if entry.root not in COMPARED_ROOTS or entry.sort != VALUE or ":" in path:
+                continue
+            if "<" in path or self.changed_in_forward(path, by_forward):
+                continue
+            if last_name(path).lower() not in RANK_NAMES:
+                held.setdefault(entry.parent, []).append((path, entry.mark))
+        return {path: f"{hash_of(sorted(marks)):016x}"[-8:] for path, marks in held.items()}
+
+    # --- put back ---
+
+    def restore(
+        self, saved: Mapping[str, Any], arrays: Mapping[str, Any], name: str, final: bool
+    ) -> None:
+        """Puts back what `state` returned.
+
+        Args:
+            saved, arrays: what `state` returned, and the arrays that it filled.
+            name: of the checkpoint, for messages.
+            final: False while callbacks may still create objects, so missing ones are skipped.
+
+        Raises:
+            CheckpointError: It can't be put back: something is missing, or of another class.
+            ConfigError: The program was built otherwise than the one that made the checkpoint.
+        """
+        path = "it"
+        current_roots = self._roots()
+
+        def is_there(root: str) -> bool:
+            """Tells whether a root exists: a callback may be left out of a resumed run."""
+            return root in current_roots or not root.startswith("callbacks.")
+
+        self._check_built(saved, name)
+        self.by_forward.update(saved["by forward"])
+        self._restore_objects()
+        restorer = _Restorer(self.look(), name, final)
+        self._restore_built(restorer, saved)
+        try:
+            for path, (parent, key) in saved.get("created", {}).items():
+                restorer.create_item(path, parent, key)
+                restorer.picture = self.look()
+            # load_state_dict() may replace objects, so it comes after values were put into them
+            # what is a part of another array comes after that
+            by_sort = sorted(
+                saved["values"].items(),
+                key=lambda item: (item[1][0] == STATE, restorer.is_view(item[0])),
+            )
+            for path, (sort, node, root, parent, *key) in by_sort:
+                # the last batch, which is read again, shows whether the data are the same
+                restorer.final = final and root not in LOADER_ROOTS
+                if is_there(root):
+                    restorer.put(path, sort, node, arrays, parent, key)
+            restorer.final = final
+            for path in saved["removed"]:
+                restorer.remove(path)
+            restorer.picture = self.look()
+            for path, (first_path, parent, *key) in saved["aliases"].items():
+                restorer.put_alias(path, first_path, parent, key)
+            if final:
+                self._remove_new(restorer, saved)
+            self._keep_for_loader(saved, arrays)
+        except CheckpointError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as problem:
+            raise CheckpointError(
+                f"[resume] {name}: {path} can't be put back: {type(problem).__name__}: {problem}"
+            ) from problem
+        if final:
+            classes = {
+                path: mark
+                for path, (root, mark) in saved["classes"].items()
+                if is_there(root) and root not in LOADER_ROOTS
+            }
+            self._unchecked_classes = name, classes
+            self._unchecked_patches = {
+                path: mark
+                for path, mark in saved.get("patches", {}).items()
+                if is_there(".".join(path.split(".")[:2]))
+            }
+
+    def finish_restore(self) -> None:
+        """Checks functions and classes of objects after a resume, when callbacks have started the
+        epoch and set what they set at its start.
+
+        Raises CheckpointError: one is another than at the checkpoint.
+        """
+        if self._unchecked_classes is not None:
+            name, classes = self._unchecked_classes
+            self._unchecked_classes = None
+            restorer = _Restorer(self.look(), name, True)
+            restorer.check_classes(classes)
+            restorer.check_patches(self._unchecked_patches)
+
+    def note_start(self) -> None:
+        """Notes which functions and classes there are when an epoch has started, and what the
+        transforms are set to.
+        """
+        picture = self.look()
+        self._start_classes = {
+            path: entry.mark for path, entry in picture.entries.items() if entry.sort == REFERENCE
+        }
+        self._start_patches = dict(picture.patches)
+        self._in_epoch = True
+        earlier_objects = self._objects_at_epoch_end
+        if earlier_objects is None:
+            earlier_objects = _objects_in(self._expected)
+        self._objects_at_epoch_end = None
+        self._start_types = {
+            path: type(value)
+            for path, value in _objects_in(picture).items()
+            if path not in earlier_objects or earlier_objects[path] is not value
+        }
+        self._start_transforms = {
+            path: mark
+            for path, mark in picture.marks().items()
+            if picture.entries[path].root in _READ_AHEAD_ROOTS
+        }
+
+    def changed_transforms(self) -> list[str]:
+        """Returns the paths of what has changed in transforms since the epoch started."""
+        if not self._start_transforms:
+            return []
+        marks = self.look({*COMPARED_ROOTS, *SAMPLED_ROOTS}).marks()
+        return [path for path, mark in self._start_transforms.items() if marks.get(path) != mark]
+
+    def _remove_new(self, restorer: _Restorer, saved: Mapping[str, Any]) -> None:
+        """Removes values and other places of objects that are newer than the checkpoint, when a
+        run goes back to it.
+        """
+        if not self._built.entries:
+            return  # fit() has not begun
+        expected = self._expected
+        known = {*saved["values"], *saved["aliases"], *expected.entries, *expected.aliases}
+        known.update(saved.get("created", ()))
+        picture = restorer.picture
+        new = [
+            (entry.place, entry.parent)
+            for path, entry in picture.entries.items()
+            if path not in known
+            and (entry.sort == VALUE or self._is_new_item(entry))
+            and entry.root not in LOADER_ROOTS
+        ]
+        new += [place for path, place in picture.alias_places.items() if path not in known]
+        for place, parent in reversed(new):
+            before = expected.entries.get(parent)
+            now = picture.entries.get(parent)
+            if before is None or now is None or before.value is not now.value:
+                continue  # another object has this path now
+            if place.kind != "cell":
+                place.remove()
+
+    def _check_built(self, saved: Mapping[str, Any], name: str) -> None:
+        """Raises ConfigError: objects of the compared roots were built with other values."""
+        current = self.describe_built(set(saved["by forward"]))
+        for path, digest in saved["built"].items():
+            if path in current and current[path] != digest:
+                present = [
+                    f"{entry.path[len(path) + 1 :]} = {entry.mark[:40]}"
+                    for entry in self._built.entries.values()
+                    if entry.parent == path and entry.sort == VALUE
+                ]
+                raise ConfigError(
+                    f"[resume] {path} has other settings than when {name} was made; they are "
+                    f"{', '.join(present[:8])} now. Build it as before, or {ADVICE}"
+                )
+
+    def _restore_objects(self) -> None:
+        """Puts objects back to where they were when the first epoch started, if the program has
+        put others there since.
+        """
+        picture = self.look()
+        expected = self._expected
+        places = {
+            path: (entry.place, entry.value)
+            for path, entry in expected.entries.items()
+            if entry.sort in (REFERENCE, REDUCED) and entry.root not in LOADER_ROOTS
+        }
+        for path, (place, _) in expected.alias_places.items():
+            first = expected.entries.get(expected.aliases[path])
+            if first is not None and first.sort == REFERENCE and first.root not in LOADER_ROOTS:
+                places[path] = place, first.value
+        for path, (place, value) in places.items():
+            is_code = isinstance(value, type) or is_function(value)
+            if (is_code and isinstance(place.holder, type)) or self.changed_in_forward(path):
+                continue  # a class may hold a wrapper of a function
+            first_path = picture.aliases.get(path, path)
+            now = picture.entries.get(first_path)
+            if now is None or now.value is not value:
+                place.set(value)
+
+    def _restore_built(
+        self,
+        restorer: _Restorer,
+        saved: Mapping[str, Any],
+        roots: Container[str] | None = None,
+    ) -> None:
+        """Puts back what the program was built with, where the checkpoint has no other value.
+
+        roots: names of the roots below which it does so; None: all.
+
+        It matters after the first restore: callbacks may have changed values since, and a run may
+        go back to its last checkpoint.
+        """
+        built_late = self._built_late(restorer.picture)
+        for path, entry in list(restorer.picture.entries.items()):
+            if entry.sort not in _KEPT_SORTS or path in saved["values"] or path not in self._marks:
+                continue
+            if entry.mark == self._marks[path] or self.changed_in_forward(path):
+                continue
+            if self._is_cache(entry, built_late) or (roots and entry.root not in roots):
+                continue
+            if path not in self._copies:
+                raise CheckpointError(
+                    f"[resume] {restorer.name}: {path} was changed after the checkpoint, and is "
+                    "too large to be kept twice; start the program again with --resume auto"
+                )
+            node, arrays = self._copies[path]
+            restorer.put(path, self._built.entries[path].sort, node, arrays, entry.parent, [])
+        picture = restorer.picture
+        for path in self._marks:
+            is_missing = path not in picture.entries
+            if "aliases" not in saved or not picture.aliases.get(path, "another"):
+                is_missing = is_missing and path not in picture.aliases
+            elif path in saved["aliases"]:
+                is_missing = False
+            if is_missing and path in self._copies:
+                node, arrays = self._copies[path]
+                built = self._built.entries[path]
+                if roots and built.root not in roots:
+                    continue
+                if self._has_same_parent(built, picture) and path not in saved["removed"]:
+                    restorer.put(path, built.sort, node, arrays, built.parent, _key_of(built.place))
+
+
+class _Restorer:
+    """Writes values into objects that are there.
+
+    Args:
+        picture: of what is there.
+        name: of the checkpoint, for messages.
+        final: False skips what is missing.
+    """
+
+    def __init__(self, picture: Picture, name: str, final: bool) -> None:
+        self.picture = picture
+        self.name = name
+        self.final = final
+
+    def is_view(self, path: str) -> bool:
+        """Tells whether the array or tensor at a path is a part of another one."""
+        entry = self.picture.entries.get(path)
+        return entry is not None and _is_view(entry.value)
+
+    def put(
+        self,
+        path: str,
+        sort: str,
+        node: Any,
+        arrays: Mapping[str, Any],
+        parent: str,
+        key: list[Any],
+    ) -> None:
+        """Puts one value to its path."""
+        entry = self.picture.entries.get(path)
+        if entry is None:
+            self._create(path, sort, node, arrays, parent, key)
+            return
+        if entry.sort not in _KEPT_SORTS:
+            if entry.sort in (SAMPLED, OPAQUE, RESOURCE) or not self.final:
+                return
+            # the program has let go of an object
+            if sort != VALUE or not entry.place.set(values.decode(node, arrays)):
+                raise self._refuse(path, f"it is a {entry.mark} now")
+            return
+        value = values.decode(node, arrays)
+        # a part of an array may have got its values with the whole
+        mark = values.mark(entry.value) if _is_view(entry.value) else entry.mark
+        if values.mark(value) == mark:
+            return
+        if sort == STATE:
+            entry.place.set(value)
+        elif sort == REDUCED:
+            self._put_reduced(entry, value)
+        elif _is_view(entry.value) and entry.place.set(value):
+            return  # its memory is that of another object, such as a sample of the data set
+        elif entry.place.kind != "contents" and values.put_into(entry.value, value):
+            return
+        elif not entry.place.set(value):
+            raise self._refuse(path, "nothing holds it that can be changed")
+
+    def _create(
+        self,
+        path: str,
+        sort: str,
+        node: Any,
+        arrays: Mapping[str, Any],
+        parent: str,
+        key: list[Any],
+    ) -> None:
+        """Creates a value that is not there, in an object that is."""
+        place = self._place_for(path, parent, key)
+        if place is None or sort != VALUE:
+            if self.final:
+                raise self._refuse(path, "the program has no such object at its first step")
+            return
+        value = values.decode(node, arrays)
+        if not place.set(value):
+            raise self._refuse(path, "nothing holds it that can be changed")
+
+    def create_item(self, path: str, parent: str, key: Any) -> None:
+        """Has a `defaultdict` create an object, as it did before the checkpoint."""
+        holder = self.picture.entries.get(parent)
+        items = None if holder is None else holder.value
+        if isinstance(items, collections.defaultdict) and items.default_factory is not None:
+            items[values.decode(key, {})]  # noqa: B018 (this is what creates it)
+        elif self.final:
+            raise self._refuse(path, "no defaultdict is there any more that creates it")
+
+    def _place_for(self, path: str, parent: str, key: list[Any]) -> Place | None:
+        kind, encoded = key or ("fixed", None)
+        if kind == "global":
+            module = sys.modules.get(path.partition(":")[0])
+            is_own = module is not None and is_own_file(getattr(module, "__file__", None) or "<>")
+            return Place("global", vars(module), encoded) if is_own else None
+        holder = self.picture.entries.get(parent)
+        if holder is None or holder.sort != REFERENCE:
+            return None
+        if kind == "attribute":
+            return Place("attribute", holder.value, encoded)
+        if kind == "item" and isinstance(holder.value, (dict, list)):
+            return Place("item", holder.value, values.decode(encoded, {}))
+        return None
+
+    def _put_reduced(self, entry: Entry, parts: list[Any]) -> None:
+        """Gives an object of a class in C the state that was saved, or builds one of its class."""
+        _, arguments, state, items = parts
+        target = entry.value
+        if state is not None and hasattr(target, "__setstate__"):
+            target.__setstate__(state)
+            return
+        kind = type(target)
+        if items is not None or state is not None or kind.__module__ not in ("itertools",):
+            raise self._refuse(entry.path, f"a {kind.__qualname__} can't be set")
+        entry.place.set(kind(*arguments))
+
+    def put_alias(self, path: str, first_path: str, parent: str, key: list[Any]) -> None:
+        """Puts the object that is at `first_path` also to another path."""
+        first = self.picture.entries.get(first_path)
+        if self.picture.aliases.get(path) == first_path:
+            return
+        entry = self.picture.entries.get(path)
+        if entry is not None:
+            place: Place | None = entry.place
+        elif path in self.picture.alias_places:
+            place = self.picture.alias_places[path][0]
+        else:
+            place = self._place_for(path, parent, key)
+        can_be_put = first is not None and first.sort in (*_KEPT_SORTS, REFERENCE)
+        if can_be_put and place is not None and place.set(first.value):
+            return
+        if self.final and (entry is None or entry.sort not in (SAMPLED, OPAQUE, RESOURCE)):
+            raise self._refuse(path, f"it was the object at {first_path}")
+
+    def remove(self, path: str) -> None:
+        """Removes a value or object that the program has built, and that had gone at the
+        checkpoint.
+        """
+        entry = self.picture.entries.get(path)
+        if entry is not None and entry.sort in (*_KEPT_SORTS, REFERENCE):
+            if not entry.place.remove():
+                raise self._refuse(path, "it was gone, and can't be removed")
+
+    def check_classes(self, classes: Mapping[str, str]) -> None:
+        """Raises CheckpointError: a function or object is another than at the checkpoint."""
+        for path, saved_name in classes.items():
+            entry = self.picture.entries.get(path)
+            if path in self.picture.aliases:
+                continue
+            if entry is None:
+                raise self._refuse(path, f"it was a {saved_name}, and is missing")
+            if entry.sort in (OPAQUE, RESOURCE):
+                continue
+            # a list may be longer than before it was restored, or than on_epoch_start has made it
+            name = describe(entry.value) if entry.sort == REFERENCE else entry.mark
+            if _without_length(name) != _without_length(saved_name):
+                raise self._refuse(path, f"it was {saved_name}, and is {name}")
+
+    def check_patches(self, patches: Mapping[str, str]) -> None:
+        """Raises CheckpointError: a hook or replaced method is another than at the checkpoint."""
+        for path, saved_name in patches.items():
+            name = self.picture.patches.get(path, "")
+            if name != saved_name:
+                raise self._refuse(
+                    path, f"it was {saved_name or 'not set'}, and is {name or 'not set'}"
+                )
+
+    def _refuse(self, path: str, problem: str) -> CheckpointError:
+        return CheckpointError(
+            f"[resume] {self.name}: {path} can't be put back: {problem}. Create the same objects "
+            f"before fit() or in on_fit_start, or {ADVICE}"
+        )
+
+
+def _integer_keys(value: Any) -> set[int]:
+    """Returns the whole numbers that are keys of a dict, and of dicts in it."""
+    if not isinstance(value, dict):
+        return set()
+    keys = {key for key in value if type(key) is int}
+    for item in value.values():
+        keys |= _integer_keys(item)
+    return keys
+
+
+def _is_view(value: Any) -> bool:
+    """Tells whether an array or tensor is a part of another one."""
+    base = getattr(value, "base" if isinstance(value, np.ndarray) else "_base", None)
+    return isinstance(base, type(value))
+
+
+def _walk_patiently(
+    roots: Mapping[str, Any], kept: Container[int], known: Mapping[int, str]
+) -> Picture:
+    """Walks again if a thread, such as one that reads batches ahead, has changed a container."""
+    for _ in range(ATTEMPTS):
+        try:
+            return walk(roots, kept, known)
+        except RuntimeError as problem:
+            if "during iteration" not in str(problem):
+                raise
+    return walk(roots, kept, known)
+
+
+def _array_names(node: Any) -> Iterator[str]:
+    """Yields the names of the arrays in what `values.encode` returned."""
+    if isinstance(node, list):
+        for item in node:
+            yield from _array_names(item)
+    elif isinstance(node, dict):
+        name = values.array_name_in(node)
+        if name is not None:
+            yield name
+            return
+        for item in node.values():
+            yield from _array_names(item)
+
+
+def _without_length(name: str) -> str:
+    """Returns the class in what `describe` returned: "list" of "list of 3"."""
+    return name.partition(" of ")[0]
+
+
+def _objects_in(picture: Picture) -> dict[str, Any]:
+    """Returns the objects of a picture by path, without functions and values."""
+    return {
+        path: entry.value
+        for path, entry in picture.entries.items()
+        if entry.sort == REFERENCE and not is_function(entry.value)
+    }
+
+
+def _is_below(path: str, owners: Iterable[str]) -> bool:
+    """Tells whether one of the objects at some paths holds what is at a path."""
+    return any(path.startswith((f"{owner}.", f"{owner}[")) for owner in owners)
+
+
+def _flat(value: Any) -> list[Any]:
+    """Returns the items of a container, and those of containers in it."""
+    if not values.is_container(value):
+        return [value]
+    items = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
+    return [inner for item in items for inner in _flat(item)]
+
+
+def _parts_of(entry: Entry) -> Any:
+    """Returns what of an entry is encoded."""
+    return reduced(entry.value) if entry.sort == REDUCED else entry.value
+
+
+def _can_be_put(entry: Entry) -> bool:
+    """Tells whether another value can be put to where an entry is, or into its object."""
+    if entry.sort == REDUCED:
+        _, _, state, items = reduced(entry.value) or (None, None, None, None)
+        if state is not None and hasattr(entry.value, "__setstate__"):
+            return True
+        is_iterator = type(entry.value).__module__ == "itertools"
+        return is_iterator and state is None and items is None and entry.place.can_be_set()
+    if entry.sort != VALUE or entry.place.can_be_set():
+        return True
+    return entry.place.kind == "fixed" and not values.is_immutable(entry.value)
+
+
+def _key_of(place: Place) -> list[Any]:
+    """Returns where its parent holds a value, as JSON has it."""
+    if place.kind in ("attribute", "global"):
+        return [place.kind, place.key]
+    if place.kind == "item" and values.is_value(place.key):
+        arrays: dict[str, np.ndarray] = {}
+        key = values.encode(place.key, arrays, "key")
+        return [place.kind, key] if not arrays else []
+    return []
+
+
+def last_name(path: str) -> str:
+    """Returns the last name of a path: "rank" of "loss.rank" and of "__main__:rank"."""
+    return path.replace(":", ".").rpartition(".")[2]
+
+
+def _in_words(entry: Entry) -> str:
+    if entry.sort == VALUE:
+        return entry.mark[:40]
+    return f"a {entry.mark}"
+
+
+def _size_of(value: Any) -> int:
+    """Returns the bytes of arrays in a value."""
+    return sum(getattr(item, "nbytes", 0) for item in _flat(value))

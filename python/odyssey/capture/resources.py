@@ -1,0 +1,106 @@
+"""Resources: objects that belong to the process, and are never looked into.
+
+A file that is open, a lock, a worker process or a logger can't be kept in a checkpoint, and another
+process has its own. One table says which classes these are.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import types
+import weakref
+from typing import Any
+
+from .edges import is_walkable
+
+# The packages whose objects are resources, or are kept by odyssey elsewhere.
+PACKAGES = frozenset(
+    """
+    _io _thread threading multiprocessing concurrent queue _queue asyncio subprocess socket ssl
+    select selectors logging tempfile mmap ctypes _ctypes sqlite3 tarfile zipfile gzip bz2 lzma
+    contextvars weakref traceback inspect ast code signal shelve dbm
+    h5py lmdb PIL zarr netCDF4 pyarrow fsspec s3fs boto3 botocore requests urllib urllib3 http
+    redis pymongo grpc
+    mpi4py tqdm rich matplotlib plotly wandb mlflow tensorboard tensorboardX neptune
+    comet_ml clearml ray optuna IPython ipykernel click argparse pytest _pytest
+    """.split()
+)
+# Other classes, by module and name; subclasses are resources too.
+CLASSES = frozenset(
+    {
+        "torch.utils.data.dataloader._BaseDataLoaderIter",
+        "torch.utils.hooks.RemovableHandle",
+        "torch.utils.tensorboard.writer.SummaryWriter",
+        "torch.profiler.profiler.profile",
+        "torch.distributed.distributed_c10d.ProcessGroup",
+        "torch.jit._script.ScriptFunction",
+        # they hold ids of objects, which are other ones in each process
+        "keras.src.utils.tracking.Tracker",
+        "keras.src.utils.tracking.TrackedSet",
+    }
+)
+# Resources that hold data of the program. A checkpoint doesn't have them, and the user is told.
+HOLDERS = frozenset(
+    {
+        "queue.Queue",
+        "_queue.SimpleQueue",
+        "_io.BytesIO",
+        "_io.StringIO",
+        "_thread._local",
+        "multiprocessing.sharedctypes.SynchronizedBase",
+        "_ctypes.Array",
+        "_ctypes.Structure",
+        "_ctypes._SimpleCData",
+        "optuna.study.study.Study",
+    }
+)
+# Classes of these packages that are values or hold state all the same.
+EXCEPTIONS = frozenset({"argparse.Namespace"})
+_TYPES = (
+    io.IOBase,
+    types.FrameType,
+    types.TracebackType,
+    types.CodeType,
+    types.ModuleType,
+    types.CoroutineType,
+    types.AsyncGeneratorType,
+    weakref.ref,
+    weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary,
+    weakref.WeakSet,
+    BaseException,
+)
+
+
+def is_resource(value: Any) -> bool:
+    """Tells whether an object is never looked into. Functions of odyssey are resources too: it
+    puts some into modules as hooks, on some layouts.
+    """
+    if isinstance(value, types.FunctionType):
+        return value.__module__ is not None and value.__module__.startswith("odyssey.")
+    return not isinstance(value, type) and is_resource_class(type(value))
+
+
+@functools.cache
+def is_holder_class(kind: type) -> bool:
+    """Tells whether resources of a class hold data of the program."""
+    return any(f"{base.__module__}.{base.__qualname__}" in HOLDERS for base in kind.__mro__)
+
+
+@functools.cache
+def is_resource_class(kind: type) -> bool:
+    """Tells whether objects of a class are never looked into."""
+    if issubclass(kind, _TYPES):
+        return True
+    if kind in (types.FunctionType, types.MethodType, types.BuiltinFunctionType):
+        return False
+    for base in kind.__mro__:
+        name = f"{base.__module__}.{base.__qualname__}"
+        package = base.__module__.partition(".")[0]
+        if name in EXCEPTIONS:
+            return False
+        if package in PACKAGES or name in CLASSES:
+            return True
+    is_ours = kind.__module__.partition(".")[0] == "odyssey"
+    return is_ours and not is_walkable(kind)

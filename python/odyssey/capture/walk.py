@@ -1,0 +1,441 @@
+"""The walk: everything that some objects hold, by path.
+
+    walk(roots, kept=ids)   a Picture of what is there now
+
+The walk starts at the roots of a training run (model, loss, optimizer, callbacks and others), in
+their order, and follows edges (edges.py). Each object is looked into once: a value has the path by
+which it is met first, and the nearest values of a root are met first. What it meets is of one of
+these sorts:
+
+    value       a number, string, array, generator, or container of these (values.py)
+    state       what the `state_dict()` of an object returns; its attributes are walked as well
+    reference   a function, class or other object: its qualified name, and then its edges
+    reduced     an object of a class written in C, as `__reduce_ex__` takes it apart
+    resource    a file, lock, process or logger (resources.py): only that one is there
+    opaque      the rest: only that it is still the same object counts
+
+Below the data set, a large array or container is sampled: reading all of it at each checkpoint
+would take longer than writing the checkpoint.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import inspect
+import types
+import warnings
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from . import values
+from .edges import Edge, Place, attributes_of, edges_of, is_function, not_state
+from .resources import is_holder_class, is_resource
+
+# The roots below which large values are sampled, and what is large there.
+SAMPLED_ROOTS = frozenset({"dataset", "loader"})
+# The roots that read batches. Reading an epoch again from its start builds again what they cache.
+LOADER_ROOTS = SAMPLED_ROOTS | {"sampler", "batch sampler", "transform", "collate"}
+LARGE_BYTES = 1 << 20
+LARGE_LENGTH = 4096
+SAMPLES = 64
+MOST_OBJECTS = 200_000  # that one walk looks into
+
+VALUE = "value"
+STATE = "state"
+REDUCED = "reduced"
+REFERENCE = "reference"
+SAMPLED = "sampled"
+OPAQUE = "opaque"
+RESOURCE = "resource"
+
+
+@dataclasses.dataclass(slots=True)
+class Entry:
+    """One thing that a walk has met.
+
+    Attributes:
+        path: where it was met first.
+        root: the name of the root that led to it.
+        sort: VALUE, STATE, REDUCED, REFERENCE, SAMPLED, OPAQUE or RESOURCE.
+        value: the live object; for STATE what its `state_dict()` returned, and None for RESOURCE,
+            so that a file closes when the program drops it.
+        place: where it is held; for STATE the object itself is the holder.
+        parent: the path of the object or container that holds it.
+        mark: equal for equal values; for a reference the name of its class or function.
+    """
+
+    path: str
+    root: str
+    sort: str
+    value: Any
+    place: Place
+    parent: str
+    mark: str
+
+
+@dataclasses.dataclass
+class Picture:
+    """What a walk has met, by path, in the order of the walk.
+
+    Attributes:
+        entries: by path.
+        aliases: the path by which an object was met first, by its other paths. It is "" for
+            objects that checkpoints hold in another way.
+        alias_places: the other places of objects, and the paths of what holds them there, by path.
+            Functions and classes are not among them.
+        patches: the names of functions that are hooks, or that an object has in place of a method
+            of its class, by path.
+        holders: class names of resources that hold data, such as queues, by path. Those of loaders
+            are not among them.
+    """
+
+    entries: dict[str, Entry] = dataclasses.field(default_factory=dict)
+    aliases: dict[str, str] = dataclasses.field(default_factory=dict)
+    alias_places: dict[str, tuple[Place, str]] = dataclasses.field(default_factory=dict)
+    patches: dict[str, str] = dataclasses.field(default_factory=dict)
+    holders: dict[str, str] = dataclasses.field(default_factory=dict)
+    kept_alive: list[Any] = dataclasses.field(default_factory=list, repr=False)
+
+    def marks(self) -> dict[str, str]:
+        """Returns the marks of all values by path."""
+        return {
+            path: entry.mark
+            for path, entry in self.entries.items()
+            if entry.sort in (VALUE, STATE, REDUCED)
+        }
+
+    def opaque(self) -> dict[str, str]:
+        """Returns the class names of opaque objects by path."""
+        return {p: entry.mark for p, entry in self.entries.items() if entry.sort == OPAQUE}
+
+
+def walk(
+    roots: Mapping[str, Any],
+    kept: Container[int] = (),
+    known: Mapping[int, str] = types.MappingProxyType({}),
+) -> Picture:
+    """Returns a picture of everything that the roots hold now.
+
+    Args:
+        roots: objects by name; None is skipped.
+        kept: ids of objects that checkpoints hold in another way, such as parameters. They are
+            not looked into.
+        known: paths by id of objects that an earlier walk has met. An object keeps its path while
+            it is still held there, even if another place is met first now.
+    """
+    walker = _Walker(kept, known)
+    for name, root in roots.items():
+        if root is not None:
+            walker.follow(name, root)
+    walker.follow_moved()
+    return walker.picture
+
+
+class _Walker:
+    """One walk."""
+
+    def __init__(self, kept: Container[int], known: Mapping[int, str]) -> None:
+        self.kept = kept
+        self.known = known
+        # known objects at other paths, with the names of their roots
+        self.moved: list[tuple[Edge, str, str]] = []
+        self.picture = Picture()
+        self.seen: dict[int, str] = {}  # the first path of an object, by its id
+        self.root = ""
+        # what is to be looked into next: its path and what it is
+        self.waiting: collections.deque[tuple[str, Any]] = collections.deque()
+
+    def follow(self, name: str, root: Any) -> None:
+        """Walks from one root, nearest objects first."""
+        self.root = name
+        self.meet(Edge(name, root, Place("fixed", None, name)), "")
+        self.look_into_waiting()
+
+    def follow_moved(self) -> None:
+        """Walks from known objects that are at other paths only."""
+        self.known = {}
+        for edge, parent, root in self.moved:
+            self.root = root
+            self.meet(edge, parent)
+            self.look_into_waiting()
+
+    def look_into_waiting(self) -> None:
+        while self.waiting:
+            path, value = self.waiting.popleft()
+            try:
+                for edge in edges_of(value, path):
+                    self.meet(edge, path)
+            except RuntimeError as problem:
+                if "during iteration" in str(problem):
+                    raise  # another thread has changed it
+            except Exception:  # a class that pretends to be another, without its attributes
+                continue
+
+    def meet(self, edge: Edge, parent: str) -> None:
+        """Notes one value, and has it looked into if there is more behind it."""
+        try:
+            self.look_at(edge, parent)
+        except RuntimeError as problem:
+            if "during iteration" in str(problem):
+                raise
+            self.note(edge, parent, OPAQUE, values.qualified_name(type(edge.value)))
+        except Exception:  # for example a weak proxy of an object that is gone
+            self.note(edge, parent, OPAQUE, values.qualified_name(type(edge.value)))
+
+    def look_at(self, edge: Edge, parent: str) -> None:
+        """Notes one value, or raises what code of its class raises."""
+        value = edge.value
+        kind = type(value)
+        if kind in _IMMUTABLE:
+            self.note(edge, parent, VALUE, values.mark(value))
+            return
+        is_patch = edge.place.kind == "hook" or (is_function(value) and edge.place.overrides())
+        if is_patch and self.root not in LOADER_ROOTS and not is_resource(value):
+            self.picture.patches[edge.path] = describe(value)
+        identity = id(value)
+        if identity in self.seen or identity in self.kept:
+            self.note_alias(edge, parent, self.seen.get(identity, ""))
+            return
+        if self.known.get(identity, edge.path) != edge.path:
+            self.moved.append((edge, parent, self.root))
+            return
+        if not values.is_immutable(value):
+            self.seen[identity] = edge.path
+        if len(self.seen) > MOST_OBJECTS:
+            self.note(edge, parent, OPAQUE, "more objects than one walk looks into")
+            return
+        if self.root in SAMPLED_ROOTS and _is_large(value):
+            self.note(edge, parent, SAMPLED, sample(value))
+        elif values.is_value(value) and not self.holds_kept(value):
+            self.note(edge, parent, VALUE, values.mark(value))
+        elif is_resource(value):
+            place = edge.place
+            self.note(Edge(edge.path, None, place), parent, RESOURCE, describe(value))
+            if is_holder_class(kind) and self.root not in LOADER_ROOTS:
+                self.picture.holders[edge.path] = describe(value)
+        elif _is_object_with_edges(value):
+            self.note(edge, parent, REFERENCE, describe(value))
+            self.waiting.append((edge.path, value))
+            self.meet_state_dict(edge)
+        else:
+            self.meet_reduced(edge, parent)
+
+    def note_alias(self, edge: Edge, parent: str, first_path: str) -> None:
+        """Notes another path of an object, and where it is held there."""
+        self.picture.aliases.setdefault(edge.path, first_path)
+        can_be_set = edge.place.kind not in ("fixed", "hook", "contents")
+        is_code = isinstance(edge.value, type) or is_function(edge.value)
+        if first_path and can_be_set and not is_code:
+            self.picture.alias_places.setdefault(edge.path, (edge.place, parent))
+
+    def holds_kept(self, value: Any) -> bool:
+        """Tells whether a container holds what checkpoints have in another way.
+
+        For example, recurrent layers of PyTorch have a list of their parameters.
+        """
+        if not isinstance(value, (list, tuple, dict)):
+            return False
+        items = value.values() if isinstance(value, dict) else value
+        if set(map(type, items)) <= _IMMUTABLE:
+            return False
+        return any(id(item) in self.kept or self.holds_kept(item) for item in items)
+
+    def note(self, edge: Edge, parent: str, sort: str, mark: str) -> None:
+        path = edge.path
+        if path in self.picture.entries and sort == REFERENCE:
+            return  # a compiled module has the path of the module inside
+        number = 1
+        while path in self.picture.entries:  # such as in two local classes of one name
+            place = self.picture.entries[path].place
+            if place.holder is edge.place.holder and place.key == edge.place.key:
+                return  # several functions lead to the same global
+            number += 1
+            path = f"{edge.path}#{number}"
+        self.picture.entries[path] = Entry(
+            path, self.root, sort, edge.value, edge.place, parent, mark
+        )
+
+    def meet_state_dict(self, edge: Edge) -> None:
+        """Notes what an object's own `state_dict()` returns, if it has one and its inverse."""
+        value = edge.value
+        if not has_state_dict(value):
+            return
+        attributes = attributes_of(value) or {}
+        if any(id(attributes[name]) in self.kept for name in _STATES if name in attributes):
+            return  # an optimizer whose state the trainer keeps
+        try:
+            state = value.state_dict()
+        except Exception:  # the object can't tell now; its attributes are walked all the same
+            return
+        if not values.is_value(state):
+            return
+        self.picture.kept_alive.append(state)
+        place = Place("state", value, None)
+        self.note(
+            Edge(f"{edge.path}.state_dict()", state, place), edge.path, STATE, values.mark(state)
+        )
+
+    def meet_reduced(self, edge: Edge, parent: str) -> None:
+        """Notes an object that has no attributes, as `__reduce_ex__` takes it apart."""
+        parts = reduced(edge.value)
+        if parts is None:
+            self.note(edge, parent, OPAQUE, describe(edge.value))
+            return
+        self.picture.kept_alive.append(parts)
+        if values.is_value(parts):
+            self.note(edge, parent, REDUCED, values.mark(parts))
+        else:
+            self.note(edge, parent, OPAQUE, describe(edge.value))
+
+
+_LIST_ITERATORS = (type(iter([])), type(iter(())))
+_BEHIND_THE_END = 1 << 60  # a position
+_STATES = ("state", "arrays")  # where optimizers have their state
+_IMMUTABLE = frozenset({bool, int, float, str, type(None)})
+
+
+def describe(value: Any) -> str:
+    """Returns the qualified name of a function or class, or of an object's class."""
+    if isinstance(value, type):
+        return values.qualified_name(value)
+    if is_function(value):
+        inner = getattr(value, "func", value) if type(value).__name__ == "partial" else value
+        return values.qualified_name(inner)
+    if isinstance(value, (list, tuple)):
+        base = list if isinstance(value, list) else tuple
+        return f"{type(value).__name__} of {base.__len__(value)}"
+    return values.qualified_name(type(value))
+
+
+def has_state_dict(value: Any) -> bool:
+    """Tells whether an object has `state_dict()` and `load_state_dict(state)` of its own.
+
+    Modules of neural networks have them for parameters, which are kept in another way: their
+    attributes are walked instead.
+    """
+    kind = type(value)
+    if isinstance(value, type) or hasattr(kind, "named_parameters"):
+        return False
+    if not (callable(getattr(kind, "state_dict", None)) and hasattr(kind, "load_state_dict")):
+        return False
+    if "state_dict()" in not_state(kind):
+        return False
+    try:
+        parameters = list(inspect.signature(kind.state_dict).parameters.values())[1:]
+    except (TypeError, ValueError):
+        return False
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return all(p.default is not p.empty or p.kind in optional for p in parameters)
+
+
+def _is_object_with_edges(value: Any) -> bool:
+    """Tells whether an object is a function, class, container, or has attributes."""
+    if isinstance(value, (type, list, tuple, dict)) or is_function(value):
+        return True
+    if isinstance(value, types.GeneratorType) or type(value) in (set, frozenset):
+        return False
+    kind = type(value)
+    if attributes_of(value) is not None:
+        return True
+    return any("__slots__" in vars(base) for base in kind.__mro__[:-1])
+
+
+def reduced(value: Any) -> list[Any] | None:
+    """Returns an object as [class, arguments, state, items], taken apart by `__reduce_ex__`.
+
+    None if it can't be taken apart, as is the case for generators of Python.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # itertools warns that it will lose this
+        try:
+            result = value.__reduce_ex__(2)
+        except Exception:
+            return None
+    if not isinstance(result, tuple) or len(result) < 2:
+        return None
+    function, arguments, *rest = result
+    state = rest[0] if rest else None
+    items = list(rest[1]) if len(rest) > 1 and rest[1] is not None else None
+    arguments = [a for a in arguments if not isinstance(a, type)]
+    if type(value) in _LIST_ITERATORS and state is None:
+        state = _BEHIND_THE_END  # it has returned all items, and holds its list no longer
+        arguments = []
+    if type(state) is int and hasattr(value, "__setstate__") and not values.is_value(arguments):
+        arguments = []  # of an iterator over objects, only the position counts
+    return [values.qualified_name(function), list(arguments), state, items]
+
+
+# --- large values of data sets -----------------------------------------------------------------
+
+
+def _is_large(value: Any) -> bool:
+    """Tells whether a value below the data set is sampled instead of read."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes > LARGE_BYTES
+    if values.is_container(value):
+        return len(value) > LARGE_LENGTH or _bytes_in(value, LARGE_BYTES) > LARGE_BYTES
+    kind = values.kind_of(value)
+    return kind is not None and getattr(value, "nbytes", 0) > LARGE_BYTES
+
+
+def _bytes_in(container: Any, limit: int) -> int:
+    """Returns the bytes of arrays in a container; it stops counting above the limit."""
+    total = 0
+    items = container.values() if isinstance(container, dict) else container
+    for item in items:
+        if values.is_container(item):
+            total += _bytes_in(item, limit)
+        else:
+            total += getattr(item, "nbytes", 0)
+        if total > limit:
+            break
+    return total
+
+
+def sample(value: Any) -> str:
+    """Returns length, dtype and the marks of 64 entries of a large value, as one string.
+
+    Entries are joined by new lines after the first line. An entry of None or zeros has the mark
+    "": a cache fills it later.
+    """
+    if isinstance(value, dict):
+        return f"dict {len(value)}"
+    if isinstance(value, (set, frozenset)):
+        return f"set {len(value)}"
+    is_scalar = getattr(value, "ndim", 1) == 0
+    length = 1 if is_scalar else len(value)
+    head = f"{type(value).__name__} {length} {getattr(value, 'dtype', '')}"
+    if not length:
+        return head
+    chosen = sorted({int(i) for i in np.linspace(0, length - 1, min(SAMPLES, length))})
+    return "\n".join([head, *_marks_of_samples(value, chosen)])
+
+
+def _marks_of_samples(value: Any, chosen: list[int]) -> Iterator[str]:
+    for index in chosen:
+        item = value[index] if hasattr(value, "__getitem__") else None
+        is_empty = item is None
+        if not is_empty and hasattr(item, "any"):
+            is_empty = not bool(item.any())
+        yield "" if is_empty or not values.is_value(item) else values.mark(item)
+
+
+def changed_in_place(before: str, after: str) -> bool:
+    """Tells whether samples of a large value differ where there was something before."""
+    first, *old = before.split("\n")
+    second, *new = after.split("\n")
+    if first != second or may_fill_up(before):
+        return False
+    return any(a and a != b for a, b in zip(old, new, strict=False))
+
+
+def may_fill_up(mark: str) -> bool:
+    """Tells whether a large value may be a cache that is filled while samples are read.
+
+    It may if all samples of it are equal, as in an array of zeros or of -1.
+    """
+    _, *marks = mark.split("\n")
+    return len(marks) > 1 and len(set(marks)) == 1

@@ -1,0 +1,16 @@
+"""Optimizers over an arena, schedules of the learning rate, and rules that users write.
+
+`optimizers.py` has the optimizers and `schedules.py` the schedules. `rule.py` records the rule of
+an optimizer that has no kernel.
+"""
+
+from . import optimizers, schedules
+from .optimizers import *  # noqa: F403
+from .optimizers import Group as Group
+from .optimizers import KeptTable as KeptTable
+from .optimizers import Kind as Kind
+from .schedules import *  # noqa: F403
+
+__all__: list[str] = []
+__all__ += optimizers.__all__
+__all__ += schedules.__all__

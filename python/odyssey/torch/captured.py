@@ -1,0 +1,199 @@
+"""How the walk (capture/) looks into what PyTorch has: tensors, generators, modules, optimizers.
+
+Parameters and buffers of the module that is trained, and the optimizer's state, are kept by the
+trainer in another way. Of all other modules, such as a teacher in a callback or a perceptual loss,
+parameters and buffers are values like any others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..capture import (
+    Edge,
+    Kind,
+    Place,
+    edges_of_object,
+    is_resource,
+    register,
+    register_edges,
+)
+from ..core import fingerprint
+
+# Attributes of every module that are no settings, or hold what is followed by itself.
+_SKIPPED = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_is_full_backward_hook",
+    "_compiled_call_impl",
+    "_is_torch_compile",
+    "_version",
+)
+_HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
+# What a rank has of these is shared out by the trainer (optimizer_parts.py).
+_SHARED_OUT = ("state", "param_groups", "defaults")
+# Wrappers that functions of torch put around step(), and counters of theirs.
+_WRAPPERS = (
+    "step",
+    "_step_count",
+    "_opt_called",
+    "_zero_grad_profile_name",
+    "_patched",
+    "_need_device_dtype_check_for_fused",  # a rank may have no parameter of its own to update
+)
+
+_DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+
+
+def _is_array_like(tensor: torch.Tensor) -> bool:
+    """Tells whether a tensor has all of its numbers in memory, with strides."""
+    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
+
+
+def _array_of(tensor: torch.Tensor) -> np.ndarray:
+    """Returns the bytes of a tensor as an array; NumPy has no bfloat16."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+
+
+def _parts_of_tensor(tensor: torch.Tensor) -> list[Any]:
+    return [str(tensor.dtype), list(tensor.shape), _array_of(tensor)]
+
+
+def _build_tensor(parts: list[Any]) -> torch.Tensor:
+    dtype, shape, array = parts
+    wanted = _DTYPES[dtype]
+    if not array.size:
+        return torch.empty(shape, dtype=wanted)
+    return torch.from_numpy(np.array(array)).view(wanted).reshape(shape)
+
+
+def _build_parameter(parts: list[Any]) -> nn.Parameter:
+    # Whether it is trained is a value of its own.
+    return nn.Parameter(_build_tensor(parts), requires_grad=False)
+
+
+def _put_tensor(target: torch.Tensor, value: torch.Tensor) -> bool:
+    if target.shape != value.shape or target.dtype != value.dtype:
+        return False
+    with torch.no_grad():
+        target.copy_(value)
+    return True
+
+
+def _mark_tensor(tensor: torch.Tensor) -> str:
+    bits = fingerprint.of_bytes(_array_of(tensor))
+    return f"tensor({str(tensor.dtype)[6:]}, {tuple(tensor.shape)}, {bits:016x})"
+
+
+def _put_generator(target: torch.Generator, value: torch.Generator) -> bool:
+    target.set_state(value.get_state())
+    return True
+
+
+def _build_generator(state: np.ndarray) -> torch.Generator:
+    generator = torch.Generator()
+    generator.set_state(torch.from_numpy(np.array(state)))
+    return generator
+
+
+def _edges_of_module(module: nn.Module, path: str) -> Iterator[Edge]:
+    """Yields submodules, parameters, buffers, and the attributes of a module."""
+    attributes = vars(module)
+    if "_orig_mod" in attributes.get("_modules", ()):
+        # torch.compile wraps a module; its settings are those of the module inside
+        yield Edge(path, attributes["_modules"]["_orig_mod"], Place("fixed", module, "_orig_mod"))
+        return
+    for name, parameter in attributes["_parameters"].items():
+        if parameter is not None:
+            place = Place("attribute", module, name)
+            yield Edge(f"{path}.{name}", parameter, place)
+            place = Place("attribute", parameter, "requires_grad")
+            yield Edge(f"{path}.{name}.requires_grad", parameter.requires_grad, place)
+    for name, buffer in attributes["_buffers"].items():
+        if buffer is not None:
+            yield Edge(f"{path}.{name}", buffer, Place("attribute", module, name))
+    yield from _edges_of_hooks(module, path, _HOOKS)
+    yield from edges_of_object(module, path, (*_SKIPPED, *_HOOKS))
+    for name, child in attributes["_modules"].items():
+        if child is not None:
+            yield Edge(f"{path}.{name}", child, Place("attribute", module, name))
+
+
+def _edges_of_optimizer(optimizer: torch.optim.Optimizer, path: str) -> Iterator[Edge]:
+    """Yields the attributes of an optimizer, without what the trainer shares out over ranks."""
+    hooks = [name for name in vars(optimizer) if "_hooks" in name]
+    yield from _edges_of_hooks(optimizer, path, hooks)
+    yield from edges_of_object(optimizer, path, (*_SHARED_OUT, *_WRAPPERS, *hooks))
+
+
+def _edges_of_hooks(owner: Any, path: str, names: Iterable[str]) -> Iterator[Edge]:
+    """Yields the functions that are registered as hooks, without those of odyssey.
+
+    Their keys count all hooks of a process, so they are numbered anew here.
+    """
+    for name in names:
+        hooks = vars(owner).get(name)
+        if hooks:
+            # PyTorch wraps some, together with the module
+            functions = [getattr(hook, "hook", hook) for hook in hooks.values()]
+            users = [function for function in functions if not is_resource(function)]
+            for number, hook in enumerate(users):
+                yield Edge(f"{path}.{name}[{number}]", hook, Place("hook", hooks, number))
+
+
+def _edges_of_scheduler(scheduler: Any, path: str) -> Iterator[Edge]:
+    """Yields the attributes of a scheduler; its optimizer is a root of its own."""
+    yield from edges_of_object(scheduler, path, ("optimizer",))
+
+
+for _name, _type, _build in (
+    ("tensor", torch.Tensor, _build_tensor),
+    ("parameter", nn.Parameter, _build_parameter),
+    ("buffer", getattr(nn, "Buffer", None), _build_tensor),
+):
+    if _type is not None:
+        register(
+            Kind(
+                _name,
+                (_type,),
+                _parts_of_tensor,
+                _build,
+                _put_tensor,
+                _mark_tensor,
+                _is_array_like,
+            )
+        )
+for _kind in (
+    Kind(
+        "torch generator",
+        (torch.Generator,),
+        lambda generator: generator.get_state().numpy(),
+        _build_generator,
+        _put_generator,
+    ),
+    Kind("torch dtype", (torch.dtype,), str, _DTYPES.__getitem__),
+    Kind("device", (torch.device,), str, torch.device),
+    Kind("size", (torch.Size,), list, torch.Size),
+):
+    register(_kind)
+register_edges(nn.Module, _edges_of_module)
+register_edges(torch.optim.Optimizer, _edges_of_optimizer)
+register_edges(torch.optim.lr_scheduler.LRScheduler, _edges_of_scheduler)
+
+
+def kept_by_trainer(trainer: Any) -> set[int]:
+    """Returns the ids of what checkpoints of a trainer of a torch module hold as tensors."""
+    optimizer = trainer.optimizer
+    tensors = [tensor for _, tensor in (*trainer.arena.named, *trainer.arena.buffers)]
+    tensors += [*trainer.module.parameters(), *trainer.module.buffers()]
+    return {id(one) for one in (*tensors, optimizer.state, optimizer.param_groups)}

@@ -1,0 +1,118 @@
+"""Checks that all ranks train a torch module the same."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import callbacks
+from .. import data as datasets
+from ..base import Run
+from ..capture import Capture
+from ..checkpoints import Mode
+from ..core import fingerprint
+from ..errors import ConfigError
+from ..parallel import Strategy
+from ..train import RankChecks, agreement, check_replicas
+from .changing import share
+from .stepper import ModuleStepper
+
+
+class ModuleChecks(RankChecks):
+    """The checks of a trainer of a torch module.
+
+    Args:
+        threads: of torch, as the trainer was created with.
+        strategy: how gradients are summed.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        stepper: ModuleStepper,
+        *,
+        threads: int,
+        strategy: Strategy,
+        check_every: int,
+        say: Callable[[str], None],
+        capture: Capture,
+    ) -> None:
+        super().__init__(mode, check_every, say, capture)
+        self.stepper = stepper
+        self.threads = threads
+        self.strategy = strategy
+
+    def begin_fit(
+        self, context: callbacks.Context, compared_data: datasets.ArrayDataset | None
+    ) -> None:
+        if torch.is_autocast_enabled("cpu"):
+            raise ConfigError(
+                "[torch] fit() within torch.autocast would keep old weights; use precision='bf16'"
+            )
+        if torch.get_num_threads() != self.threads:
+            raise ConfigError(
+                f"[torch] torch has {torch.get_num_threads()} threads now, the trainer was made "
+                f"with {self.threads}; give it threads=, and leave torch.set_num_threads() out"
+            )
+        if self.strategy.compression in ("topk", "powersgd") and (
+            context.saving.folder or Run.current()
+        ):
+            raise ConfigError(
+                f"[torch] compression={self.strategy.compression!r} keeps on each rank what it has "
+                "not sent, which checkpoints of torch modules do not hold; use compression='bf16', "
+                "or no checkpoints"
+            )
+        self.stepper.forward_watch.remember()
+        self.stepper.forward_check.is_due = True
+        super().begin_fit(context, compared_data)
+
+    def begin_epoch(self) -> None:
+        self.stepper.forward_check.is_due = True
+
+    def compare_captured(self) -> None:
+        share(self.comm, self.capture)
+        super().compare_captured()
+
+    def of_update(self) -> dict[str, Any]:
+        """Returns what an update reads beside gradients and state, as it is now: ranks must have
+        it alike.
+        """
+        self.stepper.parts.normalize_groups()
+        optimizer = self.stepper.parts.state
+        groups: dict[str, Any] = {
+            f"group {i} of the optimizer": group
+            for i, group in enumerate(optimizer.describe_groups())
+        }
+        members = {
+            f"the list of parameters in group {i} of the optimizer": names
+            for i, names in enumerate(optimizer.group_names())
+        }
+        prints = {
+            f"the fingerprint of values written into {name} between steps": value
+            for name, value in self.stepper.arena.norms.written.items()
+        }
+        return {
+            **groups,
+            **members,
+            "clip_norm": self.stepper.clip_norm,
+            **prints,
+        }
+
+    def check_alike(self) -> None:
+        share(self.comm, self.capture)
+        with contextlib.suppress(ConfigError):  # the next step raises it, on all ranks
+            self.stepper.arena.norms.take_over()
+        agreement.standing(
+            self.comm, f"step {self.stepper.steps}", self.of_update(), self.captured()
+        )
+        self.check_replicas()
+
+    def check_replicas(self) -> None:
+        """Compares parameters and running statistics; with zero=3 the latter alone."""
+        arena = self.stepper.arena
+        prints = [fingerprint.of(array) for array in (arena.params, arena.norms.running)]
+        weights = fingerprint.hash_of(prints)
+        check_replicas(self.comm, self.stepper.steps, {"weights": weights})

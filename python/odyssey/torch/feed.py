@@ -1,0 +1,137 @@
+"""How the batches of torch's and odyssey's loaders come to the steps of a torch module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import callbacks
+from .. import data as datasets
+from ..capture import Capture
+from ..checkpoints import Mode
+from ..train import (
+    PROCESS_GENERATORS,
+    BatchFeed,
+    BatchSharing,
+    ProcessGenerator,
+    in_batches,
+    own_steps,
+)
+from .data import DataLoader, batches, begin_epoch
+from .generators import Orders, generators
+from .shards import Shards, Share, generator
+from .worker_seeds import keeps_workers
+
+
+class ModuleFeed(BatchFeed):
+    """The batches of a fit() and of evaluations.
+
+    Attributes:
+        orders: the states of the generators that the loaders of the last fit() draw from.
+    """
+
+    process_generators = {
+        **PROCESS_GENERATORS,
+        "torch": ProcessGenerator(
+            lambda: generator.get_state().numpy().copy(),
+            lambda state: generator.set_state(torch.from_numpy(np.array(state))),
+        ),
+    }
+
+    def __init__(
+        self,
+        mode: Mode,
+        accumulation_steps: int,
+        *,
+        shards: Shards,
+        sharing: BatchSharing,
+        seed: int,
+        capture: Capture,
+    ) -> None:
+        super().__init__(mode, accumulation_steps, capture)
+        self.shards = shards
+        self.sharing = sharing
+        self.seed = seed
+        self.orders = Orders()
+
+    def take_size(self, loader: Any) -> None:
+        """Takes the shard size of a loader that was given one, unless the trainer has another:
+        then ConfigError.
+        """
+        if isinstance(loader, DataLoader) and loader.fixed_size:
+            loader.follow(self.sharing.shard_size or loader.shard_size)
+            self.sharing.shard_size = loader.shard_size
+
+    def compare(self, loader: Any, val_loader: Any, context: callbacks.Context) -> Any:
+        self.take_size(loader)
+        self.take_size(val_loader)
+        compared_data = super().compare(loader, val_loader, context)
+        self.orders = Orders(*(None if own_steps(one) else one for one in (loader, val_loader)))
+        return compared_data
+
+    def batches(self, loader: Any, epoch: int) -> Iterator[datasets.Batch]:
+        def begin() -> None:
+            self.orders.begin(epoch)
+            if self.loader_state is None:
+                self.capture.begin_epoch(epoch)
+            begin_epoch(loader, epoch, self.seed)
+
+        started = self.started(loader, begin)
+        return batches(loader, epoch, self.seed, self.accumulation_steps, started=started)
+
+    def end_skip(self) -> None:
+        self.capture.end_skip()
+
+    def order_states(self) -> dict[str, np.ndarray]:
+        return self.orders.now()
+
+    def put_order_states(self, states: dict[str, np.ndarray]) -> None:
+        self.orders.put(states)
+
+    def advice(self, loader: Any) -> str:
+        if not keeps_workers(loader):
+            return ""
+        return (
+            "; the loader's persistent workers keep what the data set changes in them from epoch "
+            "to epoch, so try persistent_workers=False"
+        )
+
+    def part(self, training: bool) -> Callable[[int], tuple[int, int]] | None:
+        return Share(self.shards, training)
+
+    def repeats(self, sampler: Any) -> bool:
+        """Returns True also for torch's own samplers, which draw from torch's generator, which
+        each epoch is seeded anew, and for those with generators, whose states are put back.
+        """
+        repeatable = type(sampler).__module__ == "torch.utils.data.sampler" or any(
+            generators(sampler)
+        )
+        return repeatable or super().repeats(sampler)
+
+    def evaluated(
+        self, loader: Any, batch_size: int, targets: bool = True
+    ) -> Iterator[datasets.Batch]:
+        """The batches of a data set or loader, whose shards are decided; of odyssey's loaders
+        this rank reads its samples alone.
+
+        Args:
+            batch_size: of training; 0 if it is not known.
+            targets: the batches have targets.
+        """
+        if isinstance(loader, torch.utils.data.Dataset):
+            loader = DataLoader(loader, batch_size=256, comm=self.comm)
+        loader = in_batches(loader)
+        self.take_size(loader)
+        if own_steps(loader) and len(loader.dataset):
+            self.sharing.share_out(min(loader.batch_size, len(loader.dataset)), batch_size)
+            if isinstance(loader, DataLoader):
+                # samples that are drawn are the same each time, also after a resume
+                loader.set_epoch(0)
+            yield from loader.steps(part=self.part(training=False))
+            return
+        for batch in batches(loader, 0, self.seed, 1, targets):
+            self.sharing.share_out(len(batch.indices), batch_size)
+            yield batch

@@ -1,0 +1,448 @@
+"""The arithmetic of a step of a torch module: shards forward and backward, and the update."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from .. import data as datasets
+from ..base import slot
+from ..comm import Communicator
+from ..errors import ConfigError
+from ..nn.utils import global_norm
+from ..parallel import StepOutcome
+from ..settings import Training
+from ..train import Stepper
+from . import huggingface, separable
+from . import metrics as metric_sums
+from .changing import ForwardCheck, ForwardWatch
+from .data import part, tree_of
+from .optimizer_parts import OptimizerParts
+from .shards import BatchSums, Shards
+from .whole_batch_loss import Outputs, WholeBatchLoss
+
+
+class ModuleStepper(Stepper):
+    """Computes steps of a torch module: `run` adds up losses and gradients, `commit` updates the
+    parameters.
+
+    Args:
+        module, optimizer: the module that is trained, and its optimizer.
+        loss: called as loss(output, target); None: cross-entropy, or the output's own loss.
+        scheduler: a torch scheduler, or None.
+        per_epoch: True if its step() is called once an epoch, not once a step.
+        metrics: functions of (output, target) by name.
+        gather: True if the loss needs the outputs of the whole batch.
+        shards: runs the shards of a batch.
+        parts: which parameters this rank updates.
+        forward_watch: notes the attributes that forward() sets.
+        forward_check: finds what forward() and the loss change and read.
+        settings: of the trainer.
+        comm: all ranks.
+        say: reports a line to the user.
+    """
+
+    def __init__(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Any,
+        scheduler: Any,
+        per_epoch: bool,
+        metrics: dict[str, Any],
+        gather: bool,
+        shards: Shards,
+        parts: OptimizerParts,
+        forward_watch: ForwardWatch,
+        forward_check: ForwardCheck,
+        settings: Training,
+        comm: Communicator,
+        say: Callable[[str], None],
+    ) -> None:
+        super().__init__(settings.clip_norm)
+        self.module = module
+        self.optimizer = optimizer
+        self.loss = nn.CrossEntropyLoss() if loss is None else loss
+        self._loss_is_given = loss is not None
+        self._loss_is_sum = getattr(self.loss, "reduction", "mean") == "sum"
+        self.scheduler = scheduler
+        self.per_epoch = per_epoch
+        self.scheduled = 0  # epochs for which the scheduler's step() was called
+        self.metrics = metrics
+        self.gather = gather
+        self.shards = shards
+        self.arena = shards.arena
+        self.parts = parts
+        self.forward_watch = forward_watch
+        self.forward_check = forward_check
+        self.precision = settings.precision
+        self.zero = settings.zero
+        self.comm = comm
+        self.say = say
+        self._loss_checked = False
+
+    @property
+    def partial(self) -> bool:
+        """True if each rank has the gradients of its own parameters only."""
+        return self.zero > 1 and self.comm.size > 1
+
+    # --- the learning rate ---
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the next step, of the optimizer's first group."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def scale_rate(self, factor: float) -> None:
+        """Multiplies the learning rates of all groups.
+
+        Raises ConfigError: a scheduler sets them.
+        """
+        if self.scheduler is not None:
+            message = "a scheduler sets the learning rate; use either it or ReduceLROnPlateau"
+            raise ConfigError(f"[torch] {message}").on_all_ranks()
+        for group in self.optimizer.param_groups:
+            group["lr"] *= factor
+
+    # --- a step ---
+
+    def prepare(self, epoch: int) -> None:
+        """Applies what callbacks have changed, and the scheduler's epochs, before a step."""
+        self.parts.normalize_groups()
+        while self.scheduler is not None and self.per_epoch and self.scheduled < epoch:
+            self.scheduler.step()
+            self.scheduled += 1
+            self.parts.normalize_groups()
+        self.forward_watch.check_structure()
+        self.parts.unfreeze()
+
+    def advance_scheduler(self) -> None:
+        """Steps a scheduler of steps, after an optimizer step."""
+        if self.scheduler is not None and not self.per_epoch:
+            self.scheduler.step()
+
+    def run(self, batch: datasets.Batch, step: int, train: bool = True) -> BatchSums:
+        """Runs this rank's shards of a batch, and returns the sums over the shards of all ranks.
+
+        A collective call. If a rank's part fails, all ranks raise its error.
+        """
+        samples = len(batch.indices)
+        outcome = self.shards.begin(samples, train)
+        joined: WholeBatchLoss | None = None
+        is_split = samples > (self.shards.shard_size or samples)
+        if train and self.forward_check.is_due:
+            self.forward_check.begin()
+        with self.shards.phase(), outcome.tried():
+            batch = batch.covering(*self.shards.share(samples, train))
+            if is_split and train and not self._loss_checked:
+                self._check_loss(batch, samples)
+        if is_split and self.gather:
+            joined = self._join_outputs(outcome, batch, step, train)
+        with (
+            self.shards.phase(train),
+            outcome.tried(),
+            contextlib.closing(self.shards.run(samples, step)) as shard_ranges,
+        ):
+            # After an error this rank runs no shard. `sums` reports the error to all ranks.
+            for lo, hi in shard_ranges if outcome.error is None else ():
+                with self.forward_watch.looking(), one_line_errors():
+                    x, y = part(batch, lo, hi)
+                    if joined is None:
+                        self._run_shard(x, y, hi - lo, train)
+                    else:
+                        self._run_second_pass(joined, x, y, lo, hi, samples, train)
+                if train and self.forward_check.is_due:
+                    self._check_forward(x, y, step)
+        if train:
+            self.forward_check.is_due = False  # also on a rank without a shard
+        return self.shards.sums()
+
+    def _check_forward(self, x: Any, y: Any, step: int) -> None:
+        """Looks at what the shard that was just run has changed; see `ForwardCheck.end`."""
+
+        def compute() -> list[Any]:
+            with (
+                torch.no_grad(),
+                self._enter_autocast(),
+                self.shards.drawing(step, train=True),
+                self.shards.norms.unchanged(),
+            ):
+                out, target = self._compute_output(x, y)
+                loss = self._compute_loss(out, target)
+            return [loss, *(leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))]
+
+        # with zero=3 forward() of one rank would wait for the others
+        self.forward_check.end(None if self.zero == 3 and self.comm.size > 1 else compute)
+
+    def _run_shard(self, x: Any, y: Any, samples: int, train: bool) -> None:
+        """Runs forward and, if `train`, backward of a shard, and counts its loss and metrics.
+
+        Shards add up sums, so a mean over the shard's samples is multiplied by their number.
+        """
+        weight = 1 if self._loss_is_sum else samples
+        with self._enter_autocast():
+            out, y = self._compute_output(x, y)
+            loss = self._compute_loss(out, y)
+        if train:
+            with slot.span("backward"):
+                (loss if weight == 1 else loss * weight).backward()
+        self.shards.count(
+            float(loss.detach()) * weight, *metric_sums.sums(self.metrics, out, y, samples)
+        )
+
+    def _compute_output(self, x: Any, y: Any) -> tuple[Any, Any]:
+        """Returns the output of forward() for a shard, and the target for the loss."""
+        with slot.span("forward"), self._enter_autocast():
+            target = x if huggingface.is_whole(x, y) else y
+            return self._call_module(x), target
+
+    def _compute_loss(self, out: Any, y: Any) -> torch.Tensor:
+        """Returns the loss of an output and its target.
+
+        Raises ConfigError: it isn't one number.
+        """
+        loss = (
+            self.loss(out, y)
+            if self._loss_is_given or not isinstance(y, dict)
+            else huggingface.loss(out)
+        )
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            kind = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ConfigError(
+                f"[torch] the loss of a shard is {kind}; one number is needed: reduction='mean'"
+            )
+        return loss
+
+    def _join_outputs(
+        self, outcome: StepOutcome, batch: datasets.Batch, step: int, train: bool
+    ) -> WholeBatchLoss | None:
+        """Computes the outputs of a batch in a first pass, and their loss; a collective call.
+
+        Returns the loss, or None on a rank without a shard. If a rank's part fails, all ranks raise
+        its error, and nothing was changed.
+        """
+        outputs = Outputs()
+        samples = len(batch.indices)
+        with (
+            self.shards.phase(),
+            outcome.tried(),
+            contextlib.closing(self.shards.preview(samples, step)) as shard_ranges,
+        ):
+            for lo, hi in shard_ranges if outcome.error is None else ():
+                with self.forward_watch.looking(), one_line_errors():
+                    x, y = part(batch, lo, hi)
+                    outputs.add(lo, hi, *self._compute_output(x, y))
+        all_shards = outputs.exchanged(self.comm, failed=outcome.error is not None)
+        if all_shards is None:
+            if train:
+                self.shards.settle(step_taken=False)
+            outcome.end(math.nan)  # raises the error
+        joined: WholeBatchLoss | None = None
+        with (
+            self.shards.phase(),
+            outcome.tried(),
+            self.shards.drawing(step, train),
+            self._enter_autocast(),
+        ):
+            if outputs.shards:
+                weight = 1 if self._loss_is_sum else samples
+                scale = weight if train else None  # None: no gradients
+                joined = WholeBatchLoss(outputs, all_shards or [], self._compute_loss, scale)
+        return joined
+
+    def _run_second_pass(
+        self, joined: WholeBatchLoss, x: Any, y: Any, lo: int, hi: int, samples: int, train: bool
+    ) -> None:
+        """Runs a shard again, with gradients of the loss of the whole batch, and counts its part.
+
+        lo, hi: the first sample of the shard, and one past the last. samples: of the batch.
+        """
+        out, y = self._compute_output(x, y)
+        if train:
+            with slot.span("backward"):
+                joined.backward(lo, hi, out)
+        part_of = (hi - lo) / samples if self._loss_is_sum else hi - lo
+        self.shards.count(joined.loss * part_of, *metric_sums.sums(self.metrics, out, y, hi - lo))
+
+    def _check_loss(self, batch: datasets.Batch, samples: int) -> None:
+        """Reports to the user if the loss is not a mean over samples: shards change its value then.
+
+        Rank 0 checks the first shard that it has read from its start, once.
+        """
+        size = self.shards.shard_size or samples
+        first, stop = self.shards.share(samples, train=True)
+        # shards may be anywhere: this rank may not have read the first one
+        if first or stop < size:
+            return
+        self._loss_checked = True
+        if self.comm.rank or self.gather or size < 2:
+            return
+        owners = [m for m in (self.module, self.loss) if isinstance(m, nn.Module)]
+        first_shard = tree_of(part(batch, 0, size))
+
+        def compute_loss(shard: tuple[Any, Any]) -> torch.Tensor:
+            x, y = shard
+            return self._compute_loss(*self._compute_output(x, y))
+
+        copies = not self.partial  # parameters that this rank has only in parts are not restored
+        kind, values = separable.looked_at(owners, compute_loss, first_shard, copies)
+        if kind not in ("neither", "sum") or (kind == "sum" and self._loss_is_sum):
+            return
+        full, *halves = (f"{value:.5g}" for value in values)
+        line = f"({full} of the {size} samples of a shard, {' and '.join(halves)} of their halves"
+        if kind == "sum":
+            line = (
+                f"a sum over samples {line}) and is taken as their mean: divide it by them, "
+                "or set its `reduction`"
+            )
+        else:
+            line = (
+                f"no mean over samples {line}, and no weights make one of the other). In shards of "
+                f"{size} it is another loss than that of the batch of {samples}: give "
+                f"shard_size={samples}, "
+                "where one rank has the batch, or gather=True, where all have its outputs "
+                "(docs/pytorch.md, losses that look across the batch)"
+            )
+        self.say(f"[torch] the loss is {line}")
+
+    def _call_module(self, x: Any) -> Any:
+        """Returns forward() of a dict of named inputs, of a tuple of inputs, or of one input."""
+        if isinstance(x, dict):
+            return self.module(**x)
+        return self.module(*x) if isinstance(x, tuple) else self.module(x)
+
+    def _enter_autocast(self) -> contextlib.AbstractContextManager[Any]:
+        return (
+            torch.autocast("cpu", dtype=torch.bfloat16)
+            if self.precision == "bf16"
+            else contextlib.nullcontext()
+        )
+
+    def commit(self, sums: BatchSums) -> bool:
+        """Updates the parameters from the mean gradient, if loss and gradient are finite.
+
+        Returns whether they are. If not, parameters and buffers stay as they were. A collective
+        call with ZeRO.
+        """
+        gradient = self.shards.gradient
+        finite = math.isfinite(sums.loss) and self._has_finite_gradients(gradient)
+        if finite:
+            if self.clip_norm is not None:
+                self.grad_norm = norm = self._compute_norm()
+                if math.isfinite(norm) and norm > self.clip_norm:
+                    gradient.mul_(self.clip_norm / norm)
+            gradients = dict(zip(self.arena.held, self.arena.gradients, strict=True))
+            for i, (_, parameter) in enumerate(self.arena.named[: self.arena.trained]):
+                is_updated = sums.reached[i] and i in self.parts.owned
+                parameter.grad = gradients[i] if is_updated else None
+            with self.shards.holding():
+                self.optimizer.step()
+            if self.zero in (1, 2) and self.comm.size > 1:
+                self.comm.all_gather_v(self.arena.params, self.parts.ranges)
+        self.shards.settle(finite)
+        return finite
+
+    def _has_finite_gradients(self, gradient: torch.Tensor) -> bool:
+        """Returns whether the gradients on all ranks are finite; collective with zero 2 and 3.
+
+        gradient: the part that this rank has.
+        """
+        # the extremes of a tensor with a NaN are NaN
+        is_finite = not gradient.numel() or all(
+            math.isfinite(float(extreme)) for extreme in torch.aminmax(gradient)
+        )
+        if not self.partial:
+            return is_finite
+        return bool(self.comm.all_reduce(np.array([is_finite], np.int32), "min")[0])
+
+    def _compute_norm(self) -> float:
+        """Returns the norm of the mean gradient; collective with zero 2 and 3.
+
+        It has the same bits however the gradient is distributed over ranks.
+        """
+        gradient = self.shards.gradient
+
+        def combine_by(op: str) -> Callable[[np.ndarray], np.ndarray]:
+            return lambda a: self.comm.all_reduce(a, op) if self.partial else a
+
+        local_runs = [(gradient.data_ptr(), gradient.numel())] if gradient.numel() else []
+        return global_norm(local_runs, combine_by("max"), combine_by("sum"))
+
+    def measured(self, sums: BatchSums) -> dict[str, float]:
+        """Returns the metrics of a step by name, without an accuracy that counted no sample."""
+        pairs = zip(self.metrics.items(), sums.metrics, strict=False)
+        return {
+            name: value
+            for (name, metric), value in pairs
+            if metric is not metric_sums.accuracy or value >= 0
+        }
+
+    def gradient_norm(self) -> float | None:
+        """Returns the norm of the last step's mean gradient; collective with zero 2 and 3."""
+        return self.grad_norm if self.clip_norm is not None else self._compute_norm()
+
+    def traffic(self) -> tuple[int, int, int]:
+        """Returns bytes that this rank has sent so far, uncompressed, and to other machines."""
+        return self.shards.traffic()
+
+    # --- prediction ---
+
+    def predict_shards(
+        self, batch: datasets.Batch, number: int
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """Yields (first sample, outputs) of this rank's shards of a batch.
+
+        number: of the batch, for the seeds of its random numbers.
+        """
+        shard_ranges = self.shards(len(batch.indices), number, train=False)
+        with self.shards.phase(), contextlib.closing(shard_ranges):
+            for lo, hi in shard_ranges:
+                x, _ = part(batch, lo, hi, targets=False)
+                yield lo, self._predict_shard(x, hi - lo)
+
+    def _predict_shard(self, x: Any, samples: int) -> np.ndarray:
+        """Returns the outputs (samples, ...) of a shard; bfloat16 becomes float32.
+
+        Raises ConfigError: forward() gives another shape, or no tensor.
+        """
+        with self._enter_autocast():
+            out = huggingface.predictions(self._call_module(x))
+        if not isinstance(out, torch.Tensor) or out.shape[:1] != (samples,):
+            kind = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
+            raise ConfigError(
+                f"[torch] forward() of {samples} samples gives {kind}; give a tensor "
+                f"({samples}, ...)"
+            )
+        return (out.float() if out.dtype == torch.bfloat16 else out).numpy()
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turns two errors of torch in the block into a ConfigError of one line with a remedy.
+
+    These are an operation without a deterministic form, and BatchNorm of a shard of one sample.
+    """
+    try:
+        yield
+    except ValueError as problem:
+        if "Expected more than 1 value per channel" not in str(problem):
+            raise
+        raise ConfigError(
+            "[torch] BatchNorm has one sample, as the last shard of a batch has one; use another "
+            "batch size or shard_size, or drop_last=True in the loader"
+        ) from problem
+    except RuntimeError as problem:
+        if "use_deterministic_algorithms" not in str(problem):
+            raise
+        message = str(problem).partition(", but you set")[0]
+        raise ConfigError(
+            f"[torch] {message}; use another operation, or deterministic='warn'"
+        ) from problem

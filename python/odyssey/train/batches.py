@@ -1,0 +1,140 @@
+"""Batches out of what a user gives: loaders, iterables of arrays, data sets."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from .. import data as datasets
+from ..data.nested import mapped
+from ..errors import ConfigError
+
+
+def check_sampler(loader: Any) -> None:
+    """ConfigError for a loader that gives each rank a part of the data."""
+    if getattr(getattr(loader, "sampler", None), "num_replicas", 1) > 1:
+        raise ConfigError(
+            "[train] the loader's DistributedSampler gives each rank other samples, but the "
+            "trainer shares every global batch out itself; leave the sampler out, and give "
+            "shuffle=True and the batch_size of all ranks"
+        )
+
+
+def own_steps(loader: Any) -> bool:
+    """Returns whether a loader can give each rank its samples of a step: a DataLoader with its
+    own iteration.
+    """
+    return (
+        isinstance(loader, datasets.DataLoader)
+        and type(loader).__iter__ is datasets.DataLoader.__iter__
+    )
+
+
+def check_batches(loader: Any, label: str = "data") -> None:
+    """Raises ConfigError for what gives no batches."""
+    arrays = isinstance(loader, (tuple, np.ndarray))
+    if arrays or not isinstance(loader, Iterable):
+        name = type(loader).__name__
+        argument = "data.arrays(x, y)" if arrays else f"your {name}"
+        advice = (
+            f"; give data.DataLoader({argument}, batch_size=...)"
+            if arrays or is_data_set(loader)
+            else ""
+        )
+        raise ConfigError(
+            f"[train] expected a data.DataLoader or list of (x, y) batches as {label}, got "
+            f"{name}{advice}"
+        )
+
+
+def is_data_set(data: Any) -> bool:
+    """Returns whether `data` has samples by their numbers, and is not to be iterated over for
+    batches.
+    """
+    by_number = hasattr(data, "gather") or (
+        hasattr(data, "__getitem__") and not isinstance(data, Iterable)
+    )
+    return by_number and hasattr(data, "__len__")
+
+
+def batches_of(loader: Any) -> Iterable[datasets.Batch]:
+    """The loader's batches; pairs of arrays become batches of their own."""
+    check_batches(loader)
+    for item in loader:
+        if isinstance(item, datasets.Batch):
+            yield item
+        else:
+            try:
+                x, y = item
+            except (TypeError, ValueError):
+                raise ConfigError(
+                    f"[train] the loader gave a {type(item).__name__}; give batches of (x, y), "
+                    "samples and labels"
+                ) from None
+            # a copy: a loader may fill the same memory again
+            data = datasets.arrays(mapped(np.array, x), y)
+            yield datasets.Batch(data, np.arange(len(data)), 0, 0)
+
+
+def joined(batches: Iterable[datasets.Batch], k: int) -> Iterable[datasets.Batch]:
+    """Every k batches as one; the last may be of fewer.
+
+    A step then divides once, by all their samples.
+    """
+    if k == 1:
+        yield from batches
+        return
+    batches = iter(batches)
+    while group := list(itertools.islice(batches, k)):
+        data = group[0].dataset
+        numbers = None
+        if all(b.dataset is data for b in group):
+            indices = np.concatenate([b.indices for b in group])
+        else:
+            scaling = [{"scale": b.dataset.scale, "shift": b.dataset.shift} for b in group]
+            # then bytes stay bytes
+            alike = all(np.array_equal(s[k], scaling[0][k]) for s in scaling for k in s)
+            parts = [
+                b.dataset.rows(b.indices) if alike else b.dataset.gather(b.indices) for b in group
+            ]
+            x, y = mapped(lambda *arrays: np.concatenate(arrays), *parts)
+            about = {"classes": max(b.dataset.classes for b in group), "name": data.name}
+            data = datasets.arrays(x, y, **about, **(scaling[0] if alike else {}))
+            indices = np.arange(len(data))
+            if all(b.numbers is not None for b in group):
+                numbers = np.concatenate([b.numbers for b in group])
+        yield datasets.Batch(data, indices, group[0].epoch, group[0].index // k, numbers)
+
+
+def in_batches(data: Any) -> Any:
+    """Returns what is evaluated: a data set gets a DataLoader, larger batches if it is in
+    memory; a loader stays.
+    """
+    if not is_data_set(data):
+        return data
+    return datasets.DataLoader(
+        data, batch_size=8192 if isinstance(data, datasets.ArrayDataset) else 1024
+    )
+
+
+def evaluated(
+    loader: Any, part: Callable[[int], tuple[int, int]] | None
+) -> Iterable[datasets.Batch]:
+    """A loader's batches for evaluation; `part`: of which samples this rank needs so many."""
+    return loader.steps(part=part) if own_steps(loader) else batches_of(loader)
+
+
+def cut(batches: Iterable[datasets.Batch], k: int) -> Iterator[datasets.Batch]:
+    """Each batch in k pieces."""
+    if k == 1:
+        yield from batches
+        return
+    for b in batches:
+        n = len(b.indices)
+        for i in range(k):
+            yield datasets.Batch(
+                b.dataset, b.indices[n * i // k : n * (i + 1) // k], b.epoch, b.index * k + i
+            )

@@ -1,0 +1,118 @@
+"""What a trainer's state is walked from (capture/): its roots, and how odyssey's classes are looked
+into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ..callbacks import Callback
+from ..capture import Edge, Place, edges_of_object, register_edges, register_walkable
+from ..core.tensor import Parameter
+from ..data import DataLoader, transforms
+from ..data.datasets import Described
+from ..nn import Module
+from ..optim import LambdaLR, Optimizer
+from .loader_state import is_stateful
+
+if TYPE_CHECKING:
+    from .trainer_base import Trainer
+
+# Attributes of data sets, as torchvision calls them, that are functions of a sample.
+_TRANSFORMS = ("transform", "target_transform", "transforms")
+_DEEPEST = 5  # data sets inside one another whose transforms are roots
+
+
+def roots_of(trainer: Trainer) -> dict[str, Any]:
+    """Returns the objects that a training run depends on, by name, in the order of the walk."""
+    context = trainer.context
+    callbacks = {
+        f"callbacks.{name}": callback
+        for name, callback in context.named().items()
+        if callback.is_captured
+    }
+    # an attribute is read from __dict__, because a trainer under construction lacks some
+    parts = vars(trainer)
+    return {
+        "model": parts.get("model") or parts.get("module"),
+        "loss": parts.get("loss"),
+        "optimizer": parts.get("optimizer"),
+        "scheduler": parts.get("scheduler"),
+        "schedule": parts.get("schedule"),
+        "metrics": parts.get("metrics"),
+        **_roots_of_loader(context.loader),
+        **callbacks,
+    }
+
+
+def _roots_of_loader(loader: Any) -> dict[str, Any]:
+    """Returns the parts of a loader that decide its batches."""
+    roots: dict[str, Any] = {}
+    dataset = getattr(loader, "dataset", None)
+    roots["transform"] = list(_transforms_of(loader, dataset)) or None
+    roots["collate"] = getattr(loader, "collate_fn", None)
+    if is_stateful(loader):
+        return roots  # its state_dict() has the rest (loader_state.py)
+    if isinstance(loader, Iterator):
+        return roots  # a resumed run reads it from its start, and skips batches that were used
+    roots["dataset"] = loader if isinstance(loader, (list, tuple)) else dataset
+    roots["sampler"] = getattr(loader, "sampler", None)
+    roots["batch sampler"] = getattr(loader, "batch_sampler", None)
+    roots["loader"] = loader
+    return roots
+
+
+def _transforms_of(loader: Any, dataset: Any) -> Iterator[Any]:
+    """Yields the transforms of a loader, of its data set, and of the data sets inside that."""
+    if isinstance(loader, DataLoader):
+        yield from loader.transforms
+    owners = [loader]
+    while dataset is not None and len(owners) < _DEEPEST:
+        owners.append(dataset)
+        dataset = vars(dataset).get("dataset") if hasattr(dataset, "__dict__") else None
+    for owner in owners:
+        for name in _TRANSFORMS:
+            transform = vars(owner).get(name) if hasattr(owner, "__dict__") else None
+            if transform is not None:
+                yield transform
+
+
+def kept_by_arena(trainer: Any) -> set[int]:
+    """Returns the ids of what checkpoints of a trainer of odyssey's modules hold as tensors."""
+    parameters = [p for _, p in trainer.arena.named]
+    buffers = [buffer for _, buffer in trainer.arena.buffers]
+    return {id(one) for one in (*parameters, *buffers, trainer.optimizer.arrays)}
+
+
+def _edges_of_module(module: Module, path: str) -> Iterator[Edge]:
+    """Yields the attributes of a module of odyssey, and which of its parameters are trained."""
+    for edge in edges_of_object(module, path, skip=("arguments", "_wrapped")):
+        if isinstance(edge.value, Parameter):
+            place = Place("attribute", edge.value, "requires_grad")
+            yield Edge(f"{edge.path}.requires_grad", bool(edge.value.requires_grad), place)
+        yield edge
+
+
+def _edges_of_parameter(parameter: Parameter, path: str) -> Iterator[Edge]:
+    """Yields the numbers of a parameter of another model than the one that is trained."""
+    yield Edge(f"{path}.data", parameter.data, Place("fixed", parameter, "data"))
+
+
+def _edges_of_optimizer(optimizer: Optimizer, path: str) -> Iterator[Edge]:
+    """Yields the settings of an optimizer, and what else a rule of the user's own keeps."""
+    yield from edges_of_object(optimizer, path, skip=Optimizer._internal)
+
+
+register_edges(Module, _edges_of_module)
+register_edges(Parameter, _edges_of_parameter)
+register_edges(Optimizer, _edges_of_optimizer)
+register_walkable(
+    Module,
+    Parameter,
+    Optimizer,
+    LambdaLR,
+    Callback,
+    Described,
+    *(one for one in vars(transforms).values() if isinstance(one, type)),
+)

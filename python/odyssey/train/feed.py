@@ -1,0 +1,313 @@
+"""How the batches of a loader come to the steps of a training."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import data as datasets
+from ..callbacks import Context
+from ..capture import Capture
+from ..checkpoints.trainable import Mode
+from ..core.tensor import layout_of
+from ..engine.engine import Engine
+from ..errors import ConfigError
+from ..parallel.mesh import Mesh
+from . import agreement, resume
+from .batches import (
+    batches_of,
+    check_batches,
+    check_sampler,
+    cut,
+    in_batches,
+    joined,
+    own_steps,
+)
+from .learning_rate import LearningRate
+from .loader_state import PROCESS_GENERATORS, LoaderState, ProcessGenerator, is_stateful
+
+if TYPE_CHECKING:
+    from ..checkpoints import Snapshot
+
+SAMPLER_ROOTS = ("sampler", "batch sampler")
+
+
+class BatchFeed:
+    """Compares the data of a fit() on all ranks, and gives the batches of its epochs.
+
+    Args:
+        mode: how ranks take steps; has their communicator.
+        accumulation_steps: batches of a loader that make one step.
+        capture: of what samplers remember; None: samplers remember nothing.
+
+    Attributes:
+        configuration: of the data of the last fit(), to compare with a checkpoint's.
+        loader_state: the position of the last fit()'s loader, if it has a `state_dict()`.
+        process_generators: random number generators of the process that a loader may draw from.
+    """
+
+    process_generators: dict[str, ProcessGenerator] = PROCESS_GENERATORS
+
+    def __init__(self, mode: Mode, accumulation_steps: int, capture: Capture | None = None) -> None:
+        self.capture = capture
+        self.mode = mode
+        self.comm = mode.comm
+        self.accumulation_steps = accumulation_steps
+        self.configuration: dict[str, Any] = {}
+        self.loader_state: LoaderState | None = None
+
+    # --- what depends on the kind of trainer ---
+
+    def check_loader(self, loader: datasets.DataLoader, size: int, steps: int | None) -> None:
+        """Raises ConfigError for data that cannot be shared out; `size`: samples of a step."""
+
+    def ahead(self, batches: Iterator[datasets.Batch]) -> Iterator[datasets.Batch]:
+        """Returns the batches, the next one read while a step runs where that helps."""
+        return batches
+
+    def part(self, training: bool) -> Callable[[int], tuple[int, int]] | None:
+        """Returns which samples of a batch this rank needs, as DataLoader.steps() asks for it;
+        None: all.
+        """
+        return None
+
+    def repeats(self, sampler: Any) -> bool:
+        """Returns whether a loader's sampler gives the same order whenever an epoch is begun
+        again.
+        """
+        return hasattr(sampler, "set_epoch")
+
+    def batches(self, loader: Any, epoch: int) -> Iterable[datasets.Batch]:
+        """The batches of an epoch, from its first or from where the loader was told to start."""
+        return batches_of(self.started(loader))
+
+    def order_states(self) -> dict[str, np.ndarray]:
+        """Returns the states of the generators that the loader holds, by their places."""
+        return {}
+
+    def put_order_states(self, states: dict[str, np.ndarray]) -> None:
+        """Sets the states that `order_states` returned."""
+
+    def advice(self, loader: Any) -> str:
+        """Returns what may be the reason, and a remedy, if a batch is not the same when it is read
+        again; "" if nothing is known.
+        """
+        return ""
+
+    # --- what is the same in all ---
+
+    def started(self, loader: Any, begin: Callable[[], None] | None = None) -> Any:
+        """Returns an iterable over a loader, which keeps the loader's position if it has one.
+
+        begin: prepares an epoch right before the iterator is created; None: nothing to prepare.
+        """
+        return _Started(loader, begin or _nothing, self._state_of(loader))
+
+    def _state_of(self, loader: Any) -> LoaderState | None:
+        """Returns the position of a loader that is kept; None for other loaders."""
+        state = self.loader_state
+        return state if state is not None and state.loader is loader and state.active else None
+
+    def compare(self, loader: Any, val_loader: Any, context: Context) -> Any:
+        """Sees to it that all ranks have the same data, and notes the sizes in the context.
+
+        Returns the data set whose bytes were compared, or None. Raises ConfigError or DataError.
+        """
+        size = getattr(loader, "batch_size", 0)
+        compared_data = None
+        if isinstance(loader, datasets.DataLoader):
+            check_sampler(loader)
+            size *= self.accumulation_steps // context.pieces
+            self.check_loader(loader, size, context.limit)
+            in_arrays = isinstance(loader.dataset, datasets.ArrayDataset)
+            loader_settings = {
+                "kind of data set": (in_arrays, loader.in_memory),
+                "number of samples": len(loader.dataset),
+                "batch size": size,
+                "data order": (loader.seed, loader.shuffle, len(loader)),
+            }
+            agreement.compare(self.comm, loader_settings)
+            if in_arrays:
+                agreement.data_set(self.comm, loader.dataset)
+                compared_data = loader.dataset if loader.in_memory else None
+            self.configuration = resume.data_configuration(loader, size)
+        check_batches(loader, "training data")
+        keeps_state = is_stateful(loader) and not self.mode.own_loop
+        self.loader_state = LoaderState(loader, self) if keeps_state else None
+        if val_loader is not None:
+            check_batches(in_batches(val_loader), "validation data")
+        validation = None if val_loader is None else type(val_loader).__name__
+        length = (context.epochs, context.limit)
+        names = list(context.named())
+        agreement.compare(
+            self.comm, {"length": length, "validation set": validation, "callbacks": names}
+        )
+        context.batch_size = size
+        try:
+            context.steps_per_epoch = -(-len(loader) // self.accumulation_steps)
+        except TypeError:  # a generator, or torch's loader of an IterableDataset
+            context.steps_per_epoch = 0
+        return compared_data
+
+    def of_epoch(self, loader: Any, context: Context, first_batch: int) -> Iterable[datasets.Batch]:
+        """Returns the batches of the steps of an epoch, of which each is `accumulation_steps` of
+        the loader's.
+
+        Args:
+            first_batch: how many batches of a loader that cannot be told where to start are left
+                out.
+        """
+        epoch = context.cursor.loader_epoch
+        if own_steps(loader):
+            part = self.part(training=True)
+            remembers = self.capture is not None and loader.sampler is not None
+            if remembers:
+                self.capture.begin_epoch(epoch, SAMPLER_ROOTS)
+            # the sampler is iterated here, also if the first batches are left out
+            steps = loader.steps(pieces=context.pieces, join=self.accumulation_steps, part=part)
+            if remembers:
+                self.capture.end_skip(SAMPLER_ROOTS)
+            return steps
+        state = self._state_of(loader)
+        if state is not None:
+            left = state.take_left(epoch)
+            if left is not None:
+                return left
+        batches = self._skip(self.batches(loader, epoch), first_batch)
+        steps = joined(cut(batches, context.pieces), self.accumulation_steps)
+        return steps if state is None else state.tracked(steps)
+
+    def _skip(self, batches: Iterable[datasets.Batch], count: int) -> Iterator[datasets.Batch]:
+        """Yields the batches after the first ones, which a resumed run has used."""
+        iterator = iter(batches)
+        for _ in itertools.islice(iterator, count):
+            pass
+        if count:  # else the epoch starts with what callbacks have set just now
+            self.end_skip()
+        yield from iterator
+
+    def end_skip(self) -> None:
+        """Is called after the batches were skipped that a resumed run has used."""
+
+    def restore_state(
+        self, snapshot: Snapshot, name: str, context: Context
+    ) -> tuple[int, int, datasets.Batch | None, np.ndarray] | None:
+        """Sets the loader to the position of a checkpoint; see LoaderState.restore."""
+        state = self.loader_state
+        if state is None:
+            return None
+
+        def steps_of_epoch(epoch: int) -> Iterable[datasets.Batch]:
+            batches = self.batches(state.loader, epoch)
+            return joined(cut(batches, context.pieces), self.accumulation_steps)
+
+        in_epoch = context.cursor.step > 0
+        return state.restore(snapshot, name, steps_of_epoch, self.comm, in_epoch)
+
+    def read_again(self, loader: Any, epoch: int, step: int, begun: bool) -> datasets.Batch | None:
+        """Returns the batch that step `step` of an epoch took, read once more; None where a
+        loader would have to give an epoch.
+
+        Args:
+            epoch: as the loader counts.
+            begun: a loader that only counts up has this epoch before it.
+        """
+        k = self.accumulation_steps
+        if isinstance(loader, datasets.DataLoader):
+            if step * k >= len(loader):
+                return None
+            if self.capture is None or loader.sampler is None:
+                return loader.read_again(epoch, step * k, k)
+            with self.capture.as_at_start(epoch, SAMPLER_ROOTS):
+                return loader.read_again(epoch, step * k, k)
+        if isinstance(loader, Sequence):
+            batches: Iterable[datasets.Batch] = self.batches(
+                loader[step * k : (step + 1) * k], epoch
+            )
+        # it gives them once
+        elif begun and not hasattr(loader, "start_at") and not isinstance(loader, Iterator):
+            batches = itertools.islice(self.batches(loader, epoch), step * k, (step + 1) * k)
+        else:
+            return None
+        return next(iter(joined(batches, k)), None)
+
+
+def _nothing() -> None:
+    """Prepares nothing."""
+
+
+class _Started:
+    """An iterable over a loader: it prepares an epoch, and then starts the loader's iterator."""
+
+    def __init__(self, loader: Any, begin: Callable[[], None], state: LoaderState | None) -> None:
+        self.loader = loader
+        self.begin = begin
+        self.state = state
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.state is not None:
+            return self.state.start(self.begin)
+        self.begin()
+        return iter(self.loader)
+
+
+class EngineFeed(BatchFeed):
+    """The same for steps of the engine, which reads its next batch while it computes."""
+
+    def __init__(
+        self,
+        mode: Mode,
+        accumulation_steps: int,
+        *,
+        engine: Engine,
+        evaluation_engine: Engine,
+        mesh: Mesh,
+        learning_rate: LearningRate,
+        say: Callable[[str], None],
+        capture: Capture,
+    ) -> None:
+        super().__init__(mode, accumulation_steps, capture)
+        self.engine = engine
+        self.evaluation_engine = evaluation_engine
+        self.mesh = mesh
+        self.learning_rate = learning_rate
+        self.say = say
+
+    def check_loader(self, loader: datasets.DataLoader, size: int, steps: int | None) -> None:
+        self.scale_rate(size)
+        check_last_step(self.mesh, loader, size, steps)
+
+    def scale_rate(self, batch_size: int) -> None:
+        """Sets, and tells, what `lr_scaling` makes of the rate once the batch size is known."""
+        line = self.learning_rate.scale_to_batch(batch_size)
+        if line is not None:
+            self.say(line)
+
+    def ahead(self, batches: Iterator[datasets.Batch]) -> Iterator[datasets.Batch]:
+        return self.engine.ahead(batches)
+
+    def part(self, training: bool) -> Callable[[int], tuple[int, int]] | None:
+        if not self.mode.together:  # each rank has samples of its own, and evaluates them all
+            return None
+        return self.engine.part if training else self.evaluation_engine.part
+
+
+def check_last_step(mesh: Mesh, loader: datasets.DataLoader, step: int, limit: int | None) -> None:
+    """Raises ConfigError, before the first step, if an epoch's last one has too few samples for
+    layers that ranks share.
+
+    Args:
+        step: samples of the other steps.
+        limit: steps that will be taken; None: all of the epoch.
+    """
+    samples = len(loader.dataset if loader.sampler is None else loader.sampler)
+    full, last = divmod(len(loader) * loader.batch_size if loader.drop_last else samples, step)
+    if mesh.tp > 1 and last and layout_of(last) == "rows" and (limit is None or limit > full):
+        raise ConfigError(
+            f"[tp] {samples:,} samples in steps of {step} leave {last} for an epoch's last step, "
+            "and so few are computed in rows, which are not split; use another batch size, "
+            "drop_last=True, or --tp 1"
+        )

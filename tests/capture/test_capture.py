@@ -1,0 +1,540 @@
+"""Capture: random programs are changed, saved and built again, and then nobody can tell them from
+the changed ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import itertools
+import json
+import multiprocessing
+import queue
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from capture import graphs
+
+from odyssey.capture import Capture
+from odyssey.errors import CheckpointError, ConfigError
+
+
+class Program:
+    """A program that has started, and its capture."""
+
+    def __init__(self, roots: dict[str, Any], forward: set[tuple[int, str]] | None = None) -> None:
+        self.roots = roots
+        self.lines: list[str] = []
+        known = forward or set()
+        self.capture = Capture(lambda: self.roots, set, self.lines.append, lambda: known)
+        self.capture.begin()
+        self.capture.expect()
+
+    def save(self) -> tuple[str, dict[str, np.ndarray]]:
+        """Returns what a checkpoint would hold."""
+        arrays: dict[str, np.ndarray] = {}
+        text = json.dumps(self.capture.state(arrays))
+        return text, {name: array.copy() for name, array in arrays.items()}
+
+    def load(self, saved: tuple[str, dict[str, np.ndarray]]) -> None:
+        """Restores a checkpoint, as a resumed run does."""
+        for final in (False, True):
+            self.capture.restore(json.loads(saved[0]), saved[1], "step 3", final)
+        self.capture.finish_restore()
+
+    def marks(self) -> dict[str, str]:
+        """Returns what the capture sees."""
+        return self.capture.look().marks()
+
+
+def random_program(seed: int) -> tuple[graphs.Graph, Program]:
+    graph = graphs.build(seed)
+    return graph, Program(graph.roots)
+
+
+def check_random_program(seed: int, times: int) -> bool:
+    """Checks that a changed program comes back. Returns False if a change is not supported."""
+    graph, program = random_program(seed)
+    log = graphs.change(graph, seed, times)
+    changed = graphs.description(graph)
+    marks = program.marks()
+    try:
+        saved = program.save()
+    except ConfigError as problem:
+        assert "[capture] " in str(problem)
+        return False
+    assert graphs.description(graph) == changed, (seed, log)
+    again, resumed = random_program(seed)
+    try:
+        resumed.load(saved)
+    except CheckpointError as problem:
+        assert "[resume] step 3: " in str(problem)
+        return False
+    assert graphs.description(again) == changed, (seed, log)
+    assert resumed.marks() == marks, (seed, log)
+    resumed.load(saved)
+    assert graphs.description(again) == changed, (seed, log)
+    return True
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_random_changes_come_back(block):
+    kept = [check_random_program(seed, 6) for seed in range(block * 25, block * 25 + 25)]
+    assert sum(kept) > 18
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_program_that_has_not_changed_saves_nothing(seed):
+    _, program = random_program(seed)
+    saved = json.loads(program.save()[0])
+    assert saved["values"] == saved["aliases"] == {}
+    assert saved["removed"] == []
+
+
+def test_random_programs_go_back_to_a_checkpoint():
+    compared = 0
+    for seed in range(120):
+        graph, program = random_program(seed)
+        graphs.change(graph, seed, 3, objects=False)
+        changed = graphs.description(graph)
+        saved = program.save()
+        log = graphs.change(graph, seed + 10**6, 5, objects=False)
+        program.load(saved)
+        assert graphs.description(graph) == changed, (seed, log)
+        compared += 1
+    assert compared == 120
+
+
+# --- single changes -----------------------------------------------------------------------------
+
+
+def both(build: Any, change: Any) -> tuple[Any, Any]:
+    """Returns an object after a change, and one that a resumed run has built and restored."""
+    first = build()
+    program = Program({"model": first})
+    change(first)
+    saved = program.save()
+    second = build()
+    resumed = Program({"model": second})
+    resumed.load(saved)
+    assert program.marks() == resumed.marks()
+    return first, second
+
+
+def holder(**attributes: Any) -> graphs.Node:
+    node = graphs.Node()
+    vars(node).update(attributes)
+    return node
+
+
+def test_private_names_are_kept():
+    _, again = both(lambda: holder(_count=1), lambda node: setattr(node, "_count", 5))
+    assert again._count == 5
+
+
+def test_slots_are_kept():
+    _, again = both(graphs.Slotted, lambda node: node.hide(np.arange(3)))
+    assert again._Slotted__hidden.tolist() == [0, 1, 2]
+
+
+def test_closures_are_kept():
+    _, again = both(lambda: holder(count=graphs.counter(1)), lambda node: node.count(4))
+    assert again.count() == 6
+
+
+def test_numbers_of_numpy_are_kept():
+    first, again = both(
+        lambda: holder(rate=np.float32(1)), lambda node: setattr(node, "rate", np.float32(0.1))
+    )
+    assert type(again.rate) is np.float32
+    assert again.rate == first.rate
+
+
+def test_keys_of_dicts_keep_their_types():
+    _, again = both(
+        lambda: holder(by={}, node={"other": graphs.Node()}),
+        lambda node: (node.by.update({1: 2, (1, "a"): 3}), node.node.update({7: 1})),
+    )
+    assert again.by == {1: 2, (1, "a"): 3}
+    assert again.node[7] == 1
+
+
+def test_class_attributes_are_kept():
+    graphs.reset_program()
+    node = holder()
+    program = Program({"model": node})
+    graphs.Node.step_size = 9
+    saved = program.save()
+    graphs.reset_program()
+    Program({"model": holder()}).load(saved)
+    assert graphs.Node.step_size == 9
+    graphs.reset_program()
+
+
+def test_globals_are_kept():
+    graphs.reset_program()
+    program = Program({"loss": graphs.reads_globals})
+    graphs.RATE = 0.125
+    graphs.SETTINGS["depth"] = 8
+    saved = program.save()
+    graphs.reset_program()
+    settings = graphs.SETTINGS
+    Program({"loss": graphs.reads_globals}).load(saved)
+    assert graphs.reads_globals(1.0) == 0.125 * 2 * 8
+    assert graphs.SETTINGS is settings
+    graphs.reset_program()
+
+
+class Ordered:
+    """An object whose `load_state_dict` needs the values that were put into its attributes."""
+
+    def __init__(self) -> None:
+        self.scale = 1
+        self.total = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"total": self.total * self.scale}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.total = state["total"] // self.scale
+
+
+class Hidden:
+    """An object that holds its state where a walk does not look."""
+
+    _not_state = ("hidden",)
+
+    def __init__(self) -> None:
+        self.hidden = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"hidden": self.hidden}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.hidden = state["hidden"]
+
+
+def test_a_state_dict_is_kept():
+    _, again = both(Hidden, lambda one: setattr(one, "hidden", 4))
+    assert again.hidden == 4
+
+
+def test_a_state_dict_is_loaded_after_attributes():
+    def change(one: Ordered) -> None:
+        one.scale = 5
+        one.total = 3
+
+    _, again = both(Ordered, change)
+    assert (again.scale, again.total) == (5, 3)
+
+
+@pytest.mark.parametrize(
+    "value", [[1], {"a": 1}, {1}, bytearray(b"a"), np.ones(2), np.random.default_rng(1)]
+)
+def test_objects_that_share_a_value_still_share_it(value):
+    def build() -> graphs.Node:
+        import copy
+
+        shared = copy.deepcopy(value)
+        return holder(first=shared, second=holder(third=shared))
+
+    def change(node: graphs.Node) -> None:
+        if isinstance(node.first, np.random.Generator):
+            node.first.random()
+        elif isinstance(node.first, np.ndarray):
+            node.first += 1
+        elif isinstance(node.first, list):
+            node.first.append(3)
+        else:
+            node.first.clear()
+
+    _, again = both(build, change)
+    assert again.first is again.second.third
+
+
+def test_new_places_of_objects_are_kept():
+    def change(node: graphs.Node) -> None:
+        node.best = node.now
+        node.second = node.first
+        node.mine = node.mine[1:] + [4]
+
+    _, again = both(lambda: holder(now=holder(x=1), first=[1], second=[2], mine=[1, 2]), change)
+    assert again.best is again.now
+    assert again.second is again.first
+    assert again.mine == [2, 4]
+
+
+def test_removed_values_and_objects_are_gone():
+    def change(node: graphs.Node) -> None:
+        del node.a
+        del node.b
+        del node.items[1:]
+        node.c = None
+
+    first, again = both(
+        lambda: holder(a=1, b=holder(x=1), c=holder(x=1), items=[holder(), 1, holder()]), change
+    )
+    assert sorted(vars(again)) == ["c", "items"]
+    assert again.c is None
+    assert len(again.items) == 1
+
+
+def test_lists_of_objects_grow_by_values():
+    _, again = both(lambda: holder(items=[holder()]), lambda node: node.items.extend([1, "a", [2]]))
+    assert again.items[1:] == [1, "a", [2]]
+
+
+def test_frozen_dataclasses_and_named_tuples_are_kept():
+    def change(node: graphs.Node) -> None:
+        node.frozen = graphs.Frozen(0.5, node.frozen.items)
+        node.stats = graphs.Stats(2.0, 3)
+
+    _, again = both(
+        lambda: holder(frozen=graphs.Frozen(0.1, holder()), stats=graphs.Stats(1.0, 1)), change
+    )
+    assert again.frozen.lr == 0.5
+    assert again.stats == graphs.Stats(2.0, 3)
+    assert type(again.stats) is graphs.Stats
+
+
+def test_contents_of_subclasses_are_kept():
+    def change(node: graphs.Node) -> None:
+        node.set.add(5)
+        node.array += 1
+        node.random.random()
+
+    first, again = both(
+        lambda: holder(
+            set=graphs.MySet([1]),
+            array=np.zeros(2).view(graphs.MyArray),
+            random=graphs.MyRandom(1),
+        ),
+        change,
+    )
+    assert again.set == {1, 5}
+    assert type(again.set) is graphs.MySet
+    assert again.array.tolist() == [1, 1]
+    assert again.random.random() == first.random.random()
+
+
+def test_iterators_of_itertools_are_kept():
+    _, again = both(lambda: holder(ids=itertools.count(3)), lambda node: next(node.ids))
+    assert next(again.ids) == 4
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+def _become(name: str, value: Any) -> Any:
+    return lambda node: setattr(node, name, value)
+
+
+@pytest.mark.parametrize(
+    ("build", "change", "message"),
+    [
+        (
+            lambda: holder(x=1),
+            lambda node: setattr(node, "x", (i for i in ())),
+            r"model\.x was 1 .* a generator now",
+        ),
+        (
+            lambda: holder(x=1),
+            lambda node: setattr(node, "x", holder(y=1)),
+            r"model\.x is a .*Node",
+        ),
+        (lambda: holder(), lambda node: setattr(node, "x", holder(y=1)), r"model\.x is a .*Node"),
+        (
+            lambda: holder(x=holder(y=1)),
+            lambda node: setattr(node, "x", graphs.Config()),
+            r"model\.x is a .*Config",
+        ),
+        (
+            lambda: holder(x=graphs.MyInt(3)),
+            lambda node: setattr(node, "x", graphs.MyInt(4)),
+            r"model\.x\.<contents> has changed .* from 3 to 4",
+        ),
+        (
+            lambda: holder(x=(1, holder())),
+            lambda node: setattr(node, "x", (2, node.x[1])),
+            r"model\.x\[0\] has changed",
+        ),
+    ],
+)
+def test_changes_that_can_not_be_kept_are_named(build, change, message):
+    node = build()
+    program = Program({"model": node})
+    change(node)
+    with pytest.raises(ConfigError, match=message):
+        program.save()
+
+
+def test_a_value_that_became_a_lock_is_restored_by_the_program():
+    """A lock is nothing that a checkpoint holds, so the value stays what the program built."""
+    node = holder(x=None)
+    program = Program({"model": node})
+    node.x = threading.Lock()
+    saved = program.save()
+    again = holder(x=None)
+    Program({"model": again}).load(saved)
+    assert again.x is None
+
+
+def saved_with(**attributes: Any) -> tuple[str, dict[str, np.ndarray]]:
+    """Returns the state of a program with an object `x` whose attributes were changed."""
+    node = holder(x=holder(**dict.fromkeys(attributes, 0)), f=graphs.counter, y=1)
+    program = Program({"metrics": node})
+    vars(node.x).update(attributes)
+    node.y = 2
+    return program.save()
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        (lambda: holder(y=1, f=graphs.counter), r"metrics\.x\.a can't be put back"),
+        (
+            lambda: holder(y=1, x=graphs.Config(), f=graphs.counter),
+            r"metrics\.x can't .*Node.*Config",
+        ),
+        (lambda: holder(y=1, x=3, f=graphs.counter), r"metrics\.x"),
+    ],
+)
+def test_programs_that_lack_an_object_are_named(node, message):
+    saved = saved_with(a=1)
+    with pytest.raises(CheckpointError, match=message):
+        Program({"metrics": node()}).load(saved)
+
+
+def test_a_replaced_function_is_named():
+    node = holder(f=graphs.counter)
+    program = Program({"metrics": node})
+    node.f = graphs.reads_globals
+    with pytest.raises(ConfigError, match=r"metrics\.f was .*counter when fit\(\) began"):
+        program.save()
+    program.capture.note_start()  # as if it was set in on_epoch_start
+    saved = program.save()
+    with pytest.raises(CheckpointError, match=r"metrics\.f"):
+        Program({"metrics": holder(f=graphs.counter)}).load(saved)
+
+
+def test_other_settings_of_a_compared_root_are_named():
+    saved = Program({"loss": holder(weight=1.0)}).save()
+    with pytest.raises(ConfigError, match=r"loss has other settings .* weight = 2\.0"):
+        Program({"loss": holder(weight=2.0)}).load(saved)
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "node"])
+def test_damaged_values_are_named(damage):
+    saved = saved_with(a=np.arange(3), b=np.arange(4))
+    state = json.loads(saved[0])
+    if damage == "missing":
+        del saved[1]["metrics.x.b"]
+    elif damage == "short":
+        saved[1]["metrics.x.b"] = np.arange(2)
+    else:
+        state["values"]["metrics.x.b"][1] = {"\0enum": ["os", "system"]}
+    program = Program({"metrics": holder(x=holder(a=0, b=0), f=graphs.counter, y=1)})
+    with pytest.raises(CheckpointError, match=r"metrics\.x\.b can't be put back"):
+        program.load((json.dumps(state), saved[1]))
+
+
+def test_opaque_objects_are_announced_once_or_refused():
+    program = Program({"model": holder(x=(i for i in ()))})
+    with pytest.raises(ConfigError, match=r"model\.x \(generator\)"):
+        program.capture.announce_opaque(strict=True)
+    program.capture.announce_opaque(strict=False)
+    program.capture.announce_opaque(strict=False)
+    assert len(program.lines) == 1
+
+
+def test_what_forward_sets_is_neither_kept_nor_compared():
+    node = holder(calls=0, kept=0)
+    program = Program({"model": node}, {(id(node), "calls")})
+    node.calls = 7
+    node.kept = 3
+    saved = json.loads(program.save()[0])
+    assert list(saved["values"]) == ["model.kept"]
+    assert "model.calls" not in program.capture.compared()
+    assert "model.kept" in program.capture.compared()
+
+
+# --- ranks --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_equal_programs_compare_equal(seed):
+    graph = graphs.build(seed, order=1)
+    first = Program(graph.roots).capture.compared()
+    other = graphs.build(seed, order=2)
+    assert first == Program(other.roots).capture.compared()
+
+
+def test_the_comparison_names_the_path_that_differs():
+    programs = [Program({"loss": holder(x=holder(weight=w, rank=w))}) for w in (1.0, 2.0)]
+    one, two = (program.capture.compared() for program in programs)
+    assert [path for path in one if one[path] != two[path]] == ["loss.x.weight"]
+
+
+def test_callbacks_are_not_compared():
+    program = Program({"callbacks.one": holder(x=1), "loss": holder(y=2)})
+    compared = program.capture.compared()
+    assert "loss.y" in compared
+    assert not [path for path in compared if path.startswith("callbacks")]
+
+
+class Stepped:
+    def step(self) -> int:
+        return 1
+
+
+def test_a_method_that_is_replaced_in_an_epoch_is_named():
+    owner = Stepped()
+    capture = Capture(lambda: {"callbacks.one": owner}, set, print)
+    capture.begin()
+    capture.expect()
+    capture.note_start()
+    capture.state({})
+    owner.step = len
+    with pytest.raises(ConfigError, match=r"callbacks\.one\.step was set to len since the epoch"):
+        capture.state({})
+    del owner.step
+    assert not capture.state({})["patches"]
+    owner.step = max  # in on_epoch_start
+    capture.note_start()
+    assert capture.state({})["patches"] == {"callbacks.one.step": "max"}
+    del owner.step
+    with pytest.raises(ConfigError, match=r"callbacks\.one\.step \(max\) was taken out since"):
+        capture.state({})
+    capture.end_epoch()  # as an epoch's end may do
+    assert not capture.state({})["patches"]
+
+
+def holders():
+    shared = multiprocessing.get_context("spawn").Value("d", 1.0)
+    local = threading.local()
+    local.count = 1
+    numbers = (ctypes.c_double * 2)()
+    return [queue.Queue(), queue.PriorityQueue(), queue.SimpleQueue(), io.BytesIO(b"a"), local] + [
+        shared,
+        numbers,
+    ]
+
+
+@pytest.mark.parametrize("number", range(len(holders())))
+def test_a_resource_that_holds_data_is_named(number):
+    owner = Stepped()
+    owner.held = holders()[number]
+    lines = []
+    capture = Capture(lambda: {"callbacks.one": owner}, set, lines.append)
+    capture.begin()
+    with pytest.raises(ConfigError, match="callbacks.one.held .* state is 'strict'"):
+        capture.announce_opaque(strict=True)
+    for _ in range(2):
+        capture.announce_opaque(strict=False)
+    assert len(lines) == 1 and lines[0].startswith("[capture] checkpoints can't keep callbacks.one")
+    owner.later = holders()[number]  # in a step
+    for _ in range(2):
+        capture.state({})
+    assert len(lines) == 2 and "callbacks.one.later" in lines[1]
