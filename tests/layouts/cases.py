@@ -18,6 +18,7 @@ from typing import Any
 
 import draws
 import numpy as np
+import own_loops
 from draws import Layout, Stop, Training
 
 from odyssey import data, nn
@@ -156,6 +157,14 @@ def _looped(
         fit["val_loader"] = dataclasses.replace(case.data, shuffle=False, sampler=None).loader()
     if case.loop in ("fit", "fit with a validation set"):
         return trainer.fit(loader, **fit), []
+    if case.loop == "own":
+
+        def batches_from(epoch: int, number: int) -> data.DataLoader:
+            loader.start_at(epoch, number)
+            return loader
+
+        own_loops.run(trainer, batches_from, len(loader), fit.pop("callbacks", ()), **fit)
+        return History(), []
     history, sums = History(), []
     for epoch in range(case.epochs):
         if epoch % 2 and case.loop != "train_step":

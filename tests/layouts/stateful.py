@@ -18,6 +18,7 @@ from typing import Any
 import cases
 import draws
 import numpy as np
+import own_loops
 import stateful_native
 import stateful_values
 from chance import Random
@@ -32,6 +33,9 @@ from odyssey.errors import ConfigError, Stopped
 
 HERE = Path(__file__).parent
 REFUSED_SHARE = 0.05  # of programs that must be refused
+OWN_LOOP_SHARE = 0.12  # of programs that train in a loop around train_step()
+# These members need the events of fit(), or data whose length changes by epoch.
+NEEDS_FIT = ("average", "best", "teacher", "data", "sampler", "transform", "collate", "closure")
 Member = tuple[str, dict[str, Any]]
 
 
@@ -210,7 +214,34 @@ def case(seed: int, index: int) -> Case:
         drawn = [one for one in drawn if one[1].get("effect") != "closure"]
         kind = random.one(["counting", "loss"])
         drawn.append((kind, {"loss": "counting"}))
-    return Case(made, tuple(drawn), refused, _stops(random, seed, index, made), _every(random))
+    stops = _stops(random, seed, index, made)
+    every = _every(random)
+    if not refused and random.chance(OWN_LOOP_SHARE):
+        made = dataclasses.replace(made, loop="own")
+        by_step = [one for one in drawn if one[1].get("effect") not in ("loss", *ONLY_BY_EPOCH)]
+        drawn, stops = in_own_loop(by_step, stops)
+    return Case(made, tuple(drawn), refused, stops, every)
+
+
+def in_own_loop(
+    drawn: list[Member], stops: tuple[Stop, ...]
+) -> tuple[list[Member], tuple[Stop, ...]]:
+    """Returns the members that a loop of the user's own can have, and its stops.
+
+    Its callbacks draw from the number of the step, and there is no context that can stop it.
+    """
+    members_of_loop: list[Member] = []
+    for kind, settings in drawn:
+        effect = settings.get("effect", "")
+        if kind in NEEDS_FIT or effect in NEEDS_FIT:
+            continue
+        if "state" in settings:
+            settings = {**settings, "state": "by step", "late": False, "event": "on_step_end"}
+        members_of_loop.append((kind, settings))
+    return members_of_loop, tuple(
+        dataclasses.replace(stop, kind="exception") if stop.kind == "stop" else stop
+        for stop in stops
+    )
 
 
 def _every(random: Random) -> int | None:
@@ -233,6 +264,7 @@ def trained(
     """Returns what a rank holds after a run of a program that is built anew."""
     base = made.training
     native, values = load("stateful_native"), load("stateful_values")
+    values.KINDS["by step"] = own_loops.ByStep
     program = native.Program(
         values,
         made.members,
@@ -272,7 +304,7 @@ def trained(
     )
     try:
         result = cases.trained(run, layout, comm, **fit)
-    except (native.Failure, Stopped):
+    except (native.Failure, own_loops.StoppedLoop, Stopped):
         return {}
     for number, callback in enumerate(given):
         for name, average in sorted(getattr(callback, "average", {}).items()):

@@ -11,6 +11,7 @@ from typing import Any
 import cases
 import draws
 import numpy as np
+import own_loops
 import stateful
 import stateful_torch
 import stateful_values
@@ -104,7 +105,13 @@ def case(seed: int, index: int) -> Case:
         if is_own_rule:
             layout.settings["zero"] = 0
         stops.append(Stop(layout, after, random.one(["limit", "stop", "exception"])))
-    return Case(base, tuple(drawn), refused, tuple(stops), random.one([None, 1, 2, 3]))
+    every = random.one([None, 1, 2, 3])
+    if not refused and random.chance(stateful.OWN_LOOP_SHARE):
+        # train_step() takes the batches of odyssey's loaders.
+        loader = base.loader if base.loader in ("ours", "odyssey.torch") else "ours"
+        base = dataclasses.replace(base, loop="own steps", loader=loader)
+        drawn, stops = stateful.in_own_loop(drawn, tuple(stops))
+    return Case(base, tuple(drawn), refused, tuple(stops), every)
 
 
 def trained(
@@ -112,6 +119,7 @@ def trained(
 ) -> cases.Result:
     """Returns what a rank holds after a run of a program that is built anew."""
     program_file, values = stateful.load("stateful_torch"), stateful.load("stateful_values")
+    values.KINDS["by step"] = own_loops.ByStep
     is_limit = stop is not None and stop.kind == "limit"
     after = None if stop is None or is_limit else stop.after
     raising = program_file.Raising(after, "" if stop is None else stop.kind)
@@ -120,7 +128,7 @@ def trained(
     program = program_file.Program(values, made.members, made.training, raising)
     try:
         result = torch_cases.trained(program, layout, comm, **fit)
-    except (program_file.Failure, Stopped):
+    except (program_file.Failure, own_loops.StoppedLoop, Stopped):
         return {}
     for number, callback in enumerate(program.given):
         for name, average in sorted(getattr(callback, "average", {}).items()):

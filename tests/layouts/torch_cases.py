@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import own_loops
 import torch
 import torch_draws as draws
 from cases import Anywhere, Outcome, Processes, Quiet, Ran, Result, attempted, judged
@@ -22,6 +23,7 @@ from odyssey.comm import Communicator
 from odyssey.data.nested import mapped
 from odyssey.nn import settings
 from odyssey.torch import DataLoader, DistributedDataParallel, DistributedTrainer
+from odyssey.train.trainer import History
 
 warnings.filterwarnings(
     "ignore", message=".*(lr_scheduler|epoch parameter|nested tensor|Overriding).*"
@@ -49,7 +51,11 @@ def trained(case: Training, layout: Layout, comm: Communicator, **fit: Any) -> R
     if trainer.layout.balance:
         trainer.layout.balance = Anywhere(comm, 1)
     changes = case.callbacks(scheduler is not None, module)
-    history = trainer.fit(case.batches(comm), epochs=case.epochs, callbacks=changes, **fit)
+    if case.loop == "own steps":
+        history = History()
+        _take_steps(case, trainer, case.batches(comm), changes, **fit)
+    else:
+        history = trainer.fit(case.batches(comm), epochs=case.epochs, callbacks=changes, **fit)
     evaluation, found = trainer.evaluate(case.batches(comm)), trainer.predict(case.batches(comm))
     result = dict(sorted(trainer.named_state().items()))
     for i, record in enumerate(history.records):
@@ -105,6 +111,16 @@ def looped(
             if isinstance(value, (torch.Tensor, int, float)):
                 found[f"optimizer {name} of {i}"] = np.array(value)
     return found
+
+
+def _take_steps(case: Training, trainer: Any, loader: Any, changes: Any, **fit: Any) -> None:
+    """Trains in a loop around train_step() (own_loops.py)."""
+
+    def batches_from(epoch: int, number: int) -> Any:
+        loader.start_at(epoch, number)
+        return loader
+
+    own_loops.run(trainer, batches_from, len(loader), changes, epochs=case.epochs, **fit)
 
 
 def _of(loader: Any, epoch: int, seed: int) -> Any:
