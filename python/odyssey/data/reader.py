@@ -346,14 +346,29 @@ class Reader:
         return self.batch(all_samples, numbers, batch.epoch, batch.index, (0, len(numbers)))
 
 
-def array(leaf: Any, owner: str) -> np.ndarray:
+def array(leaf: Any, owner: str, is_target: bool = False) -> np.ndarray:
     """Converts a part of a sample to an array.
 
     Integers of Python become int64, floats float32, and an image of Pillow uint8 (C, H, W). Other
-    arrays of integers keep their dtype. Raises DataError if it is not an array of numbers.
+    arrays of integers keep their dtype.
 
-    owner: the sample or target in messages.
+    Args:
+        leaf: the part.
+        owner: the sample or target in messages.
+        is_target: it belongs to a target. The target of a segmentation may be an image with a
+            palette, whose numbers are the classes.
+
+    Raises:
+        DataError: it is not an array of numbers, or an image of a sample has a palette.
     """
+    mode = getattr(leaf, "mode", None) if hasattr(leaf, "getbands") else None
+    if mode in ("P", "PA") and not is_target:
+        raise DataError(
+            f"{owner} is an image with a palette, so its pixels are numbers of colours; convert it "
+            "with image.convert('RGB')"
+        )
+    if mode == "1" and not is_target:
+        leaf = leaf.convert("L")  # black is 0, white is 255
     try:
         values = np.asarray(leaf)
         if hasattr(leaf, "getbands"):  # an image of Pillow
@@ -405,7 +420,9 @@ class Stack:
             )
         pair_arrays = tuple(
             mapped(
-                lambda leaf, part_name=part_name: array(leaf, f"{self.name}: {part_name} {number}"),
+                lambda leaf, part_name=part_name: array(
+                    leaf, f"{self.name}: {part_name} {number}", part_name == _TARGET
+                ),
                 part,
             )
             for part_name, part in zip(_PARTS, sample, strict=True)
@@ -429,7 +446,8 @@ class Stack:
         self._count += 1
 
 
-_PARTS = ("sample", "the target of sample")
+_TARGET = "the target of sample"
+_PARTS = ("sample", _TARGET)
 _EXPECTED = (
     "(sample, target) expected: two arrays or numbers, or tuples or dicts of them; rows of a table "
     "become such pairs with data.columns"

@@ -20,6 +20,7 @@ import numpy as np
 from odyssey.base import install_extra
 from odyssey.base.requirements import REINSTALL
 from odyssey.data.datasets import DATASETS, ArrayDataset, Described, Gathered, arrays, digest, load
+from odyssey.data.images import read_image
 from odyssey.data.nested import leaves, mapped
 from odyssey.data.sampler import permutation
 from odyssey.data.tables import Columns, Table, csv
@@ -35,7 +36,9 @@ _SHAKESPEARE_SHA256 = "b821e946a8a5f8b5f04eed56abd8562fd42856bbcb83c71435b54ca1b
 class ImageFolder(Described):
     """Images in a folder per class, root/class/image.jpg, as uint8 (3, H, W).
 
-    An image is read each time its sample is. Needs Pillow.
+    An image is read each time its sample is. Needs Pillow. Pixels are those that an image viewer
+    shows: 16 bits become 8, transparent pixels are white, and photos are turned as their EXIF data
+    say. docs/data.md has the table of all kinds of pixels.
 
     Args:
         root: the folder that holds a folder for each class.
@@ -49,7 +52,8 @@ class ImageFolder(Described):
         files: (path, class) of each image, sorted.
 
     Raises:
-        DataError: a folder without images, or a file that isn't an image.
+        DataError: a folder without images, a file that isn't an image, or pixels whose black and
+            white aren't known, such as floats. Files are read, and reported, with their samples.
         ConfigError: Pillow is missing.
     """
 
@@ -138,29 +142,8 @@ class ImageFolder(Described):
         return digest(f"{self._size} {self._resize}", *lines)
 
     def _read_image(self, path: str) -> np.ndarray:
-        """Reads an image file as uint8 (3, H, W), scaled and cut to the size if there is one.
-
-        Raises DataError if Pillow cannot read it.
-        """
-        from PIL import Image, ImageOps
-
-        try:
-            with Image.open(path) as image:
-                if self._resize:
-                    # Decodes a JPEG at the next larger size that is cheap.
-                    image.draft("RGB", self._size)
-                # `convert` would copy an RGB image.
-                rgb_image = image if image.mode == "RGB" else image.convert("RGB")
-                if self._resize:
-                    rgb_image = ImageOps.fit(
-                        rgb_image, self._size, method=Image.Resampling.BILINEAR
-                    )
-                return np.ascontiguousarray(np.asarray(rgb_image).transpose(2, 0, 1))
-        # Pillow raises SyntaxError for a damaged PNG file.
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as problem:
-            raise DataError(
-                f"{path} cannot be read as an image ({problem}); replace it, or move it elsewhere"
-            ) from None
+        """Reads an image file as uint8 (3, H, W), scaled and cut to the size if there is one."""
+        return read_image(path, self._size if self._resize else None)
 
 
 def npz(path: str | Path, inputs: Any = "x", targets: Any = "y") -> ArrayDataset:

@@ -105,7 +105,7 @@ def _read_images(paths: tuple[str, ...], shape: list[int]) -> np.ndarray:
     """Reads image files as uint8 pixels (N, C, H, W).
 
     Each image is scaled until it covers the size of a sample, and the excess is cut off at both
-    ends. `data.ImageFolder` does the same for training.
+    ends. `data.ImageFolder` reads images in the same way for training.
 
     Args:
         paths: the image files.
@@ -117,32 +117,19 @@ def _read_images(paths: tuple[str, ...], shape: list[int]) -> np.ndarray:
     """
     import numpy as np
 
+    from ...data.images import read_image
+
     if len(shape) != 3 or shape[0] not in (1, 3):
         raise ConfigError(
             f"[predict] the model takes samples {tuple(shape)}, which are no pictures; give a table"
         )
     try:
-        from PIL import Image, ImageOps
+        import PIL.Image  # noqa: F401
     except ImportError:
         raise ConfigError(f"[predict] images need Pillow; {install_extra('image')}") from None
     channels, height, width = shape
     mode = "L" if channels == 1 else "RGB"
-    pixels = np.empty((len(paths), channels, height, width), np.uint8)
-    for index, path in enumerate(paths):
-        try:
-            with Image.open(path) as image:
-                fitted = ImageOps.fit(
-                    image.convert(mode), (width, height), method=Image.Resampling.BILINEAR
-                )
-        # Pillow raises SyntaxError for a damaged PNG file.
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as problem:
-            raise DataError(
-                f"{printable(path)} cannot be read as a picture ({problem}); leave it out"
-            ) from None
-        # Pillow returns (H, W) for grey images and (H, W, C) for the others.
-        channels_last = np.asarray(fitted, np.uint8).reshape(height, width, channels)
-        pixels[index] = channels_last.transpose(2, 0, 1)
-    return pixels
+    return np.stack([read_image(path, (width, height), mode) for path in paths])
 
 
 def _read_table(
