@@ -171,7 +171,7 @@ def test_one_sample_of_what_is_read_in_batches(tmp_path):
     with pytest.raises(IndexError):
         pixels[2]
     np.arange(7, dtype=np.uint16).tofile(tmp_path / "t.bin")
-    ids, following = data.tokens(tmp_path / "t.bin", length=3, classes=7)[1]
+    ids, following = data.tokens(tmp_path / "t.bin", length=3, classes=7, dtype="u2")[1]
     assert (ids.tolist(), following.tolist()) == ([3, 4, 5], [4, 5, 6])
 
 
@@ -218,7 +218,7 @@ def test_tokens(tmp_path):
     path = tmp_path / "t.bin"
     ids = np.random.default_rng(0).integers(0, 50, 1003).astype(np.uint16)
     ids.tofile(path)
-    made = data.tokens(path, length=10, classes=50)
+    made = data.tokens(path, length=10, classes=50, dtype=np.uint16)
     assert len(made) == 100
     x, y = next(iter(data.DataLoader(made, 100)))
     np.testing.assert_array_equal(x.reshape(-1), ids[:1000])
@@ -227,10 +227,8 @@ def test_tokens(tmp_path):
     np.testing.assert_array_equal(
         data.tokens(tmp_path / "t.npy", length=10, classes=50).gather(np.arange(100))[1], y
     )
-    with pytest.raises(DataError, match=r"sample \d+ has the token 4\d; 0 to 39 are allowed"):
-        data.tokens(path, length=10, classes=40).gather(np.arange(100))
     with pytest.raises(DataError, match="are too few for one sample of 2000"):
-        data.tokens(path, length=2000, classes=50)
+        data.tokens(path, length=2000, classes=50, dtype=np.uint16)
     np.save(tmp_path / "t.npy", ids.astype(np.float32))
     with pytest.raises(
         DataError, match=r"t\.npy holds float32 rows \(\); token ids \(N,\), integers"
@@ -240,7 +238,76 @@ def test_tokens(tmp_path):
     with pytest.raises(
         DataError, match=r"t\.bin holds 3 bytes of numbers, which are no uint16 rows"
     ):
-        data.tokens(path, length=1, classes=50)
+        data.tokens(path, length=1, classes=50, dtype=np.uint16)
+
+
+def test_the_width_of_token_files_is_known_or_passed(tmp_path):
+    path = tmp_path / "t.bin"
+    rng = np.random.default_rng(0)
+    for dtype in ("u1", "<u2", ">u2", "<u4", ">u4", "<i2", "<i4", "<i8", "<u8"):
+        ids = rng.integers(0, 100, 61).astype(dtype)
+        ids.tofile(path)
+        np.save(tmp_path / "t.npy", ids)
+        for made in (
+            data.tokens(path, length=6, classes=100, dtype=dtype),
+            data.tokens(tmp_path / "t.npy", length=6, classes=100),
+            data.tokens(tmp_path / "t.npy", length=6, classes=100, dtype=dtype),
+        ):
+            x, y = made.gather(np.arange(10))
+            np.testing.assert_array_equal(x.reshape(-1), ids[:60])
+            np.testing.assert_array_equal(y.reshape(-1), ids[1:])
+            assert (x.dtype, y.dtype) == (np.int32, np.int32)
+    with pytest.raises(ConfigError, match=r"t\.bin holds plain numbers, and their width isn't kno"):
+        data.tokens(path, length=6, classes=100)
+    with pytest.raises(DataError, match=r"t\.npy holds uint64, and dtype is uint16; leave out dty"):
+        data.tokens(tmp_path / "t.npy", length=6, classes=100, dtype=np.uint16)
+    for wrong in ("number", object, "S2"):
+        with pytest.raises(
+            ConfigError, match=r"dtype is .*; a dtype of integers or floats expected"
+        ):
+            data.tokens(path, length=6, classes=100, dtype=wrong)
+    with pytest.raises(DataError, match=r"t\.bin holds float64 rows \(\); token ids \(N,\), integ"):
+        data.tokens(path, length=6, classes=100, dtype=float)
+    with pytest.raises(DataError, match=r"t\.bin is not a \.npy file; write it with numpy\.save"):
+        data.npy(path, path)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("is_large", [False, True])
+def test_ids_that_are_not_allowed_are_named_with_their_position(
+    tmp_path, monkeypatch, seed, is_large
+):
+    """At once, and in a file too large to check at once when the sample is read."""
+    rng = np.random.default_rng(seed)
+    dtype = np.dtype(rng.choice(["u2", "u4", "i4", "i8"]))
+    length = int(rng.integers(1, 9))
+    ids = rng.integers(0, 300, int(rng.integers(3 * length, 40 * length)) + 1).astype(dtype)
+    position = int(rng.integers(0, (len(ids) - 1) // length * length + 1))  # one that is used
+    value = int(rng.choice([300, 301, np.iinfo(dtype).max, -1 if dtype.kind == "i" else 300]))
+    ids[position] = value
+    suffix = str(rng.choice(["bin", "npy"]))
+    path = tmp_path / f"t.{suffix}"
+    ids.tofile(path) if suffix == "bin" else np.save(path, ids)
+    if is_large:
+        monkeypatch.setattr(sources, "CHECKED_BYTES", 16)
+    message = rf"t\.{suffix} holds {value} at position {position}; 0 to 299 are allowed; correct"
+    with pytest.raises(DataError, match=message):
+        made = data.tokens(path, length=length, classes=300, dtype=dtype)
+        assert is_large
+        indices = np.arange(len(made))
+        made.gather(rng.permutation(indices) if position % length else indices)
+    ids[position] = 299
+    ids.tofile(path) if suffix == "bin" else np.save(path, ids)
+    made = data.tokens(path, length=length, classes=300, dtype=dtype)
+    assert made.gather(np.arange(len(made)))[0].max() <= 299
+
+
+def test_wrong_classes_of_npy_files_are_named(tmp_path):
+    np.save(tmp_path / "x.npy", np.ones((5, 2), np.float32))
+    np.save(tmp_path / "y.npy", np.array([0, 1, 2, 3, 0]))
+    with pytest.raises(DataError, match=r"y\.npy holds 3 at position 3; 0 to 2 are allowed"):
+        data.npy(tmp_path / "x.npy", tmp_path / "y.npy", classes=3)
+    assert len(data.npy(tmp_path / "x.npy", tmp_path / "y.npy", classes=4)) == 5
 
 
 def test_text(tmp_path):
@@ -381,7 +448,7 @@ import resource, sys
 import numpy as np
 from odyssey import data
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-made = data.tokens(sys.argv[1], length=1023, classes=65536)
+made = data.tokens(sys.argv[1], length=1023, classes=65535, dtype=np.uint16)
 assert len(made) > 100_000
 for batch in data.DataLoader(made, 512, sampler=range(0, len(made), 11)):
     assert batch.targets[-1, -1] == 0
@@ -433,7 +500,7 @@ def test_every_source_has_a_fingerprint(tmp_path):
         yield data.npy(tmp_path / "x.npy", tmp_path / "y.npy")
         yield data.csv(tmp_path / "t.csv", classes=False)
         yield data.text(tmp_path / "t.txt", length=5)
-        yield data.tokens(tmp_path / "t.bin", length=5, classes=100)
+        yield data.tokens(tmp_path / "t.bin", length=5, classes=2**16, dtype=np.uint16)
         rows = data.columns([{"x": a, "y": b} for a, b in zip(x, y, strict=True)], "x", "y")
         yield rows
         yield sources.Subset(rows, np.arange(1, 9))

@@ -173,7 +173,8 @@ def tokens(random: Random, shape: Shape, outputs: int, samples: int) -> Kind:
 
 def _tokens(length: int, samples: int, numbers: bool) -> Any:
     if numbers:
-        return data.tokens(file(_write_ids, "ids.bin", length, samples), length=length, classes=50)
+        path = file(_write_ids, "ids.bin", length, samples)
+        return data.tokens(path, length=length, classes=50, dtype=np.uint16)
     return data.text(file(_write_text, "some.txt", length, samples), length=length)
 
 
