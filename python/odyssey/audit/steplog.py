@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..base.paths import expand_path
 from ..errors import DataError, OutputError
 
 NAME = "steps.log"
@@ -272,7 +273,7 @@ def load(path: str | Path) -> np.ndarray:
     Raises DataError: it is not there, too long, or no step log.
     """
     try:
-        data = _content(Path(path))
+        data = _content(expand_path(path))
     except OSError as problem:
         raise DataError(f"[steps] {path} cannot be read: {problem.strerror}") from problem
     return parse(data, str(path))

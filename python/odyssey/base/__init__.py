@@ -15,6 +15,7 @@ __getattr__, __dir__, __all__ = attach(
         "base.lazy": "attach",
         "base.launcher": "free_port launcher",
         "base.outputs": "finite outputs",
+        "base.paths": "expand_path",
         "base.proc": "stat",
         "base.registry": "registry",
         "base.requirements": "install_extra install_packages",

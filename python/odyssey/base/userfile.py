@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from .paths import expand_path
 
 
 def named(option: str, place: str, example: str) -> Callable[..., Any]:
@@ -20,7 +20,8 @@ def named(option: str, place: str, example: str) -> Callable[..., Any]:
     file, _, name = place.rpartition(":")
     if not file.endswith(".py") or not name.isidentifier():
         raise ConfigError(f"{option} {place!r}; write FILE.py:NAME, as in {example}")
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    path = expand_path(file)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:

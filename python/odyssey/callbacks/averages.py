@@ -18,6 +18,7 @@ import numpy as np
 
 from ..base.files import write_whole
 from ..base.outputs import write_weights
+from ..base.paths import expand_path
 from ..checkpoints.trainable import Evaluation
 from ..errors import ConfigError, check_integer, check_number
 from .base import Callback, Context
@@ -122,7 +123,9 @@ class WeightAverage(Callback):
         """
         self._check_average()
         if self._rank == 0:
-            write_whole(Path(path), lambda file: write_weights(file, self.average), mode=0o666)
+            write_whole(
+                expand_path(path), lambda file: write_weights(file, self.average), mode=0o666
+            )
 
     def _check_average(self) -> None:
         if not self.has_average:

@@ -21,6 +21,7 @@ from typing import Any
 
 from ..base import install_extra, install_packages
 from ..base.files import parse_json, write_whole
+from ..base.paths import expand_path
 from ..errors import ConfigError, OutputError, Stopped, check_integer
 from ..settings.declarations import did_you_mean
 from .base import Callback, Context
@@ -197,7 +198,7 @@ class _Rows(Logger):
 
     def __init__(self, folder: str | Path = "logs", log_every_n_steps: int = 10) -> None:
         super().__init__(log_every_n_steps)
-        self.folder = Path(folder)
+        self.folder = expand_path(folder)
         self.path = self.folder / self.name
         self._rows: list[Row] = []
 
@@ -347,7 +348,7 @@ class TensorBoardLogger(Logger):
     def __init__(self, folder: str | Path = "logs", log_every_n_steps: int = 10) -> None:
         super().__init__(log_every_n_steps)
         _require_module(self, "tensorboardX", install_extra("track"))
-        self.folder = Path(folder)
+        self.folder = expand_path(folder)
         self._writer: Any = None
         self._last: Row = {}  # everything that was written at the newest step
 
@@ -426,7 +427,7 @@ class MLflowLogger(Logger):
     ) -> None:
         super().__init__(log_every_n_steps)
         _require_module(self, "mlflow", install_packages(["mlflow-skinny"]))
-        self._artifacts = None if artifacts is None else Path(artifacts).absolute().as_uri()
+        self._artifacts = None if artifacts is None else expand_path(artifacts).absolute().as_uri()
         self.experiment = experiment
         self.uri = uri
         self.run_name = run_name
@@ -446,6 +447,7 @@ class MLflowLogger(Logger):
         """
         if os.environ.get("MLFLOW_TRACKING_URI"):
             return cls(log_every_n_steps=log_every_n_steps)
+        folder = expand_path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         store = f"sqlite:///{folder.absolute() / 'mlflow.db'}"
         artifacts = folder / "mlruns"
@@ -554,7 +556,7 @@ class WandbLogger(Logger):
         super().__init__(log_every_n_steps)
         _require_module(self, "wandb", install_packages(["wandb"]))
         self.project = project
-        self.folder = Path(folder)
+        self.folder = expand_path(folder)
         self.mode = mode
         self.run_id: str | None = None
         self._run: Any = None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..base.files import parse_json
+from ..base.paths import expand_path
 from ..errors import CheckpointError, ConfigError, DataError, OutputError
 from .header import (
     INTEGER_LIMIT,
@@ -217,7 +218,7 @@ def environment_key() -> bytes | None:
         ConfigError: as `read_key`.
     """
     path = os.environ.get(KEY_FILE)
-    return read_key(Path(path)) if path else None
+    return read_key(expand_path(path)) if path else None
 
 
 def encode_checked(manifest: Manifest, key: bytes | None) -> bytes:

@@ -23,6 +23,7 @@ import numpy as np
 
 from ..base import launcher, slot
 from ..base.hooks import machine
+from ..base.paths import expand_path
 from ..core.cuda import driver
 from ..core.native import declared
 from ..errors import CollectiveError, ConfigError, DeviceError, OdysseyError
@@ -123,7 +124,7 @@ def library() -> Nccl:
 def _candidates() -> list[str]:
     library_path = os.environ.get(LIBRARY)
     if library_path:
-        return [library_path]
+        return [str(expand_path(library_path))]
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(p) for p in spec.submodule_search_locations or ()] if spec else []
     files = [f / part / "lib" / "libnccl.so.2" for f in folders for part in ("nccl", "cu13")]

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..base import files, launcher, slot
+from ..base.paths import expand_path
 from ..base.requirements import REINSTALL
 from ..errors import BuildError, DeviceError
 from . import compiler, folder, sources
@@ -92,7 +93,7 @@ def open_library(accelerator: str | None = None) -> Opened:
     """
     kernels_path = os.environ.get("ODYSSEY_KERNELS")
     if kernels_path:
-        return Opened(_find_prebuilt(Path(kernels_path), accelerator))
+        return Opened(_find_prebuilt(expand_path(kernels_path), accelerator))
     return _open_or_compile(accelerator=accelerator)
 
 
@@ -143,7 +144,7 @@ def runtime_libraries() -> list[Path]:
     suffix = ".dylib" if sys.platform == "darwin" else ".so"
     places = [root / "lib" for root in compiler.sdk_roots()]
     if kernels_path := os.environ.get("ODYSSEY_KERNELS"):
-        path = Path(kernels_path).absolute()
+        path = expand_path(kernels_path).absolute()
         directory = path if path.is_dir() else path.parent
         places = [directory, directory / "lib", *places]
     libraries = []
@@ -244,7 +245,7 @@ def plan(root: Path, target_cpu: str | None = None, accelerator: str | None = No
 def cache_dir() -> Path:
     """Returns `$ODYSSEY_CACHE_DIR`, else `$XDG_CACHE_HOME/odyssey`, else `~/.cache/odyssey`."""
     if directory := os.environ.get("ODYSSEY_CACHE_DIR"):
-        return Path(directory).absolute()
+        return expand_path(directory).absolute()
     xdg_cache = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(xdg_cache):
         return Path(xdg_cache) / "odyssey"

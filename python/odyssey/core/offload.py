@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from ..base.paths import expand_path
 from ..errors import OutputError
 from . import native
 
@@ -79,7 +80,7 @@ def offload(folder: str | Path | None) -> Iterator[None]:
     `offload`. None, and "cpu", which is no folder: nothing is changed.
     """
     previous_maker = maker(None)
-    _thread_state.maker = previous_maker if folder in (None, "cpu") else Files(Path(folder))
+    _thread_state.maker = previous_maker if folder in (None, "cpu") else Files(expand_path(folder))
     try:
         yield
     finally:

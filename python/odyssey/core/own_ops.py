@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..base.paths import expand_path
 from ..compile import gpus
 from ..compile import library as build
 from ..errors import BuildError, ConfigError
@@ -55,7 +56,7 @@ def load_ops(path: str | os.PathLike[str]) -> tuple[str, ...]:
     Raises ConfigError: there is no such file; an op's name is taken. BuildError: it does not
     compile.
     """
-    file = Path(path).resolve()
+    file = expand_path(path).resolve()
     if file in _loaded:
         return _loaded[file]
     if not file.is_file():

@@ -26,6 +26,7 @@ from odyssey.data.idx import read_idx, read_unpacked
 from odyssey.data.nested import Form, Leaf, leaves, mapped
 from odyssey.errors import ConfigError, DataError, check_integer, printable
 
+from ..base.paths import expand_path
 from ..base.requirements import REINSTALL
 from ..compile.library import cache_dir
 
@@ -416,7 +417,7 @@ def _find_files(name: str, train: bool, data_dir: Path | None) -> list[Path]:
             f"{name} does not come with odyssey; get "
             f"{', '.join(info.train_files + info.test_files)} and give their folder with --data-dir"
         )
-    root = _SHIPPED if data_dir is None else Path(data_dir)
+    root = _SHIPPED if data_dir is None else expand_path(data_dir)
     if not os.path.isdir(root):  # also False for a path that is too long or malformed
         raise DataError(
             f"--data-dir {printable(str(root), limit=200)} is not a folder; give that of "

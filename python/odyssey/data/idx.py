@@ -22,6 +22,7 @@ import numpy as np
 from odyssey.errors import DataError, OdysseyError
 
 from ..base.files import private_directory, write_whole
+from ..base.paths import expand_path
 
 _UINT8 = 0x08
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -47,7 +48,7 @@ def read_idx(path: Path, *, ndim: int | None = None, sha256: str | None = None) 
         DataError: the file is missing, unreadable, a damaged gzip, of another type or number of
             dimensions, not exactly as long as its header says, or altered.
     """
-    path = Path(path)
+    path = expand_path(path)
     try:
         # Without O_NONBLOCK, opening a pipe that has no writer would wait forever.
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:

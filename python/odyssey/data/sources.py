@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from odyssey.base import install_extra
+from odyssey.base.paths import expand_path
 from odyssey.base.requirements import REINSTALL
 from odyssey.data.datasets import (
     DATASETS,
@@ -75,7 +76,8 @@ class ImageFolder(Described):
             raise ConfigError(
                 f"[data] ImageFolder needs Pillow; {install_extra('image')}"
             ) from None
-        if not (root := Path(root)).is_dir():
+        root = expand_path(root)
+        if not root.is_dir():
             raise DataError(f"{root} is not a folder; give one that is there")
         self.classes = sorted(
             folder.name for folder in root.iterdir() if folder.is_dir() and folder.name[0] != "."
@@ -168,8 +170,9 @@ def npz(path: str | Path, inputs: Any = "x", targets: Any = "y") -> ArrayDataset
     """
     import zipfile
 
+    expanded_path = expand_path(path)
     try:
-        with zipfile.ZipFile(path) as file:
+        with zipfile.ZipFile(expanded_path) as file:
             names = [name.removesuffix(".npy") for name in file.namelist()]
 
             def read_array(name: str) -> np.ndarray:
@@ -209,7 +212,7 @@ class RowFile:
     """
 
     def __init__(self, path: str | Path, dtype: Any = None) -> None:
-        self.path = os.path.abspath(path)
+        self.path = os.path.abspath(expand_path(path))
         self.offset = 0
         self.row = ()
         self._file = None  # opened by the first read
@@ -222,7 +225,7 @@ class RowFile:
                 "numpy.save"
             )
         try:
-            with open(path, "rb") as file:
+            with open(self.path, "rb") as file:
                 if is_npy:
                     read_header = {
                         (1, 0): np.lib.format.read_array_header_1_0,
@@ -490,7 +493,7 @@ def text(
     """
     content = _read_text(path)
     if (
-        Path(path) == _SHAKESPEARE
+        expand_path(path) == _SHAKESPEARE
         and hashlib.sha256(content.encode()).hexdigest() != _SHAKESPEARE_SHA256
     ):
         raise DataError(f"{path} was altered; {REINSTALL}")
@@ -511,8 +514,9 @@ def _read_text(path: str | Path) -> str:
 
     Raises DataError if it cannot be read.
     """
+    expanded_path = expand_path(path)
     try:
-        content = Path(path).read_bytes()
+        content = expanded_path.read_bytes()
         return (gzip.decompress(content) if str(path).endswith(".gz") else content).decode()
     except (OSError, EOFError, UnicodeDecodeError) as problem:
         reason = getattr(problem, "strerror", None) or problem
@@ -687,6 +691,7 @@ def opened(
         return load(name, train=train, data_dir=path)
     if name == "shakespeare":
         return shakespeare(length=length, train=train)
+    path = None if path is None else expand_path(path)
     if path is None:
         raise ConfigError(
             f"[data] --dataset {name} is a data set of your own; say where it is with --data-dir"

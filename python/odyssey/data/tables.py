@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from odyssey.base.paths import expand_path
 from odyssey.data.datasets import ArrayDataset, arrays
 from odyssey.errors import ConfigError, DataError, printable
 
@@ -46,7 +47,7 @@ class Table:
             with (
                 contextlib.nullcontext(sys.stdin)
                 if str(path) == "-"
-                else Path(path).open(**open_options) as file
+                else expand_path(path).open(**open_options) as file
             ):
                 self.header, self.lines = _parse_csv(file)
         except (OSError, UnicodeDecodeError, tables.Error) as problem:

@@ -13,6 +13,7 @@ import numpy as np
 
 from odyssey.base import install_extra
 from odyssey.base.files import parse_json
+from odyssey.base.paths import expand_path
 from odyssey.errors import ConfigError, DataError
 
 
@@ -81,8 +82,9 @@ class Vocabulary(list[str]):
 
         path: the folder of the checkpoint. Raises DataError if it holds no vocabulary.
         """
+        folder = expand_path(path)
         try:
-            content = parse_json((Path(path) / "manifest.json").read_bytes(), "manifest.json")
+            content = parse_json((folder / "manifest.json").read_bytes(), "manifest.json")
             saved = dict(content["values"]["configuration"]["vocabulary"])
         except (OSError, DataError, KeyError, TypeError, ValueError):
             raise DataError(

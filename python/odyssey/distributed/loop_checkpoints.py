@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..base.paths import expand_path
 from ..core.native import KERNELS
 from ..core.precision import GradScaler
 from ..core.program import current
@@ -66,7 +67,7 @@ def save(
                 )
             _check_same_buffers(ddp)
             if comm.rank == 0:
-                store = stack.enter_context(Store(Path(folder), key=environment_key()))
+                store = stack.enter_context(Store(expand_path(folder), key=environment_key()))
         progress = {
             "dropouts": dropouts.tolist(),
             "seed": int(current().context.seed),
@@ -83,9 +84,10 @@ def load(ddp: DistributedDataParallel, path: str | Path, parts: Parts) -> dict[s
         _check_parts(ddp, parts)
 
     def read(in_memory: bool) -> tuple[Snapshot | None, str]:
-        if not _has_checkpoints(Path(path)):
+        expanded_path = expand_path(path)
+        if not _has_checkpoints(expanded_path):
             return None, str(path)
-        return resume.find(Path(path), ddp._tell, in_memory)
+        return resume.find(expanded_path, ddp._tell, in_memory)
 
     snapshot, name = resume.shared(comm, read)
     if snapshot is None:

@@ -151,7 +151,7 @@ def slurm(
     setup_lines = list(setup)
     end = ""
     if scratch is not None:
-        place = f'{shlex.quote(scratch)}/odyssey-"$SLURM_JOB_ID"'
+        place = f'{_path_for_shell(scratch)}/odyssey-"$SLURM_JOB_ID"'
         everywhere = "srun --ntasks-per-node=1 --ntasks=$SLURM_JOB_NUM_NODES"
         setup_lines += [f"export TMPDIR={place}", f'{everywhere} mkdir -p "$TMPDIR"']
         end = f'{everywhere} rm -rf "$TMPDIR"\n'
@@ -173,6 +173,21 @@ def slurm(
         setup="\n".join(setup_lines), command=" ".join([*start, *map(_word, command)]), end=end
     )
     return "\n".join([*head, "", script])
+
+
+def _path_for_shell(path: str) -> str:
+    """Returns a path for the script, whose `~` and variables the shell of the job expands.
+
+    The script stops if a variable isn't set. Everything else is quoted.
+    """
+    home, slash, rest = path.partition("/") if re.match(r"~[\w.-]*(?:/|$)", path) else ("", "", path)
+    parts = re.split(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))", rest, flags=re.ASCII)
+    words = [home + slash]
+    for text, braced, plain in zip(parts[::3], [*parts[1::3], ""], [*parts[2::3], ""], strict=True):
+        words.append(shlex.quote(text) if text else "")
+        if name := braced or plain:
+            words.append(f'"${{{name}:?is not set}}"')
+    return "".join(words)
 
 
 def _seconds(time: str) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ..base.paths import expand_path
 from ..errors import ConfigError
 
 # at most
@@ -52,8 +53,9 @@ def parse_hostfile(path: Path) -> tuple[Host, ...]:
     begins a comment. Raises ConfigError: it cannot be read, is too long or not ASCII; else as
     `parse_hosts`, naming the line.
     """
+    expanded_path = expand_path(path)
     try:
-        with open(path, "rb") as file:
+        with open(expanded_path, "rb") as file:
             return parse_hostfile_text(file.read(FILE_LIMIT + 1), f"host file {path}")
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or problem

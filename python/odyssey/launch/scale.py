@@ -14,6 +14,7 @@ from typing import Any
 
 from ..base import runs
 from ..base.files import read_json, write_json
+from ..base.paths import expand_path
 from ..errors import ConfigError, DataError, LaunchError, OutputError, printable
 from . import lock, rank_ends
 from .config import allowed
@@ -28,7 +29,7 @@ def scale(  # noqa: C901
     LaunchError: no launcher is at work on it, or the next attempt did not come in time.
     OutputError: the request cannot be written.
     """
-    run = runs.Run(Path(path))
+    run = runs.Run(expand_path(path))
     name = printable(str(path))
     if not run.description.exists():
         raise ConfigError(

@@ -35,6 +35,7 @@ from .. import __version__
 from ..base import limits, runs
 from ..base.files import NO_DIRECTORY, current_directory, private_directory, read_json, write_json
 from ..base.launcher import launched
+from ..base.paths import expand_path
 from ..errors import ConfigError, DataError, OutputError, printable
 from . import leftovers, root_user, starting
 from .attempt import Attempt, newest_step
@@ -76,7 +77,10 @@ class DistributedLauncher:
         run directory belongs to another command or a complete run. LaunchError: nothing can be
         started, or another launcher is at work. OutputError: the run directory cannot be written.
         """
-        words = starting.normalize_command([os.fspath(script), *map(str, arguments)])
+        script = os.fspath(script)
+        if script.startswith("~") or "$" in script:
+            script = str(expand_path(script))
+        words = starting.normalize_command([script, *map(str, arguments)])
         _check(words)
         root_user.check(self.config.allow_root)
         probe_seconds()  # a wrong value is refused now, not when a host is lost
@@ -86,7 +90,7 @@ class DistributedLauncher:
                 f"[launch] {self.config.nnodes} nodes, but no hosts; give --hosts or --hostfile"
             )
         path = self.config.run_dir or default_run_dir(words[words[0] == "-m"])
-        run = runs.Run(private_directory(Path(os.path.abspath(path))))
+        run = runs.Run(private_directory(Path(os.path.abspath(expand_path(path)))))
         renewed = _modified(run.lock)
         lock = RunLock(run.lock)
         try:

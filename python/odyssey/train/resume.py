@@ -15,6 +15,7 @@ import numpy as np
 
 from .. import errors
 from ..base.files import parse_json
+from ..base.paths import expand_path
 from ..capture import NotAValue, encode
 from ..core.offload import maker
 from ..data import ArrayDataset, Vocabulary
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from ..data import DataLoader
     from ..optim import Schedule
 
+#: Values of `resume` that are no path. "weights" is another, which a path may follow.
+RESUME = ("auto", "never")
 #: Steps whose learning-rate factor is compared, because schedules are functions, which can't be.
 PROBES = (0, *(n * 10**k for k in range(6) for n in (1, 2, 5)))
 _NO_SETTINGS = ("training", "arguments")  # attributes of a module that are no settings
@@ -400,6 +403,19 @@ def find(path: Path, tell: Callable[[str], None], in_memory: bool = True) -> tup
             "'weights'"
         )
     return snapshot, f"{path.name}/{store.path_of(snapshot.step).name}"
+
+
+def expand_place(resume: str | Path) -> str | Path:
+    """Returns `resume` of fit() with the path in it expanded, if there is one.
+
+    Raises ConfigError: a variable in the path isn't set.
+    """
+    kind, colon, path = str(resume).partition(":")
+    if resume in RESUME or (kind == "weights" and not path):
+        return resume
+    if kind == "weights":
+        return f"{kind}{colon}{expand_path(path)}"
+    return expand_path(resume)
 
 
 def wants_weights(resume: str | Path) -> bool:

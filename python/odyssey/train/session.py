@@ -34,11 +34,11 @@ from ..errors import (
     Stopped,
 )
 from . import agreement, checkpoint_parts, completion, preflight, resume, trained_models
+from .resume import RESUME
 
 if TYPE_CHECKING:
     from ..checkpoints import Snapshot, Store
 
-RESUME = ("auto", "never")
 
 _fits = 0  # calls of fit() of this process that belonged to a run: each has checkpoints of its own
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..base.files import write_whole
 from ..base.outputs import write_weights
+from ..base.paths import expand_path
 from ..capture import Capture
 from ..core import fingerprint, setting_versions
 from ..core.arena import Arena
@@ -209,7 +210,7 @@ class EngineState:
         """
         state = self.state_dict()
         if self.comm.rank == 0:
-            write_whole(Path(path), lambda file: write_weights(file, state), mode=0o666)
+            write_whole(expand_path(path), lambda file: write_weights(file, state), mode=0o666)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:

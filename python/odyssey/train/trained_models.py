@@ -23,6 +23,7 @@ from .. import nn
 from ..base import install_packages, registry, userfile
 from ..base.files import write_whole
 from ..base.outputs import read_weights, write_weights
+from ..base.paths import expand_path
 from ..checkpoints import Snapshot
 from ..comm import Communicator, world
 from ..core.program import Eager, current
@@ -147,7 +148,7 @@ def find_checkpoint(path: str | Path) -> tuple[Snapshot, str]:
     Raises CheckpointError: no checkpoint there is valid.
     """
     try:
-        return resume.find(Path(path), lambda line: None)
+        return resume.find(expand_path(path), lambda line: None)
     except CheckpointError as problem:
         if "no valid checkpoint" not in str(problem):
             raise
@@ -332,7 +333,7 @@ def export(
             f"[export] the model is a {type(model).__name__}; give an odyssey.nn.Module"
         )
     file_bytes = content(kind, model, model.state_dict(), sample_shape)
-    write_whole(Path(path), lambda file: file.write(file_bytes), mode=0o666)
+    write_whole(expand_path(path), lambda file: file.write(file_bytes), mode=0o666)
 
 
 def predict(model: nn.Module, samples: Any, batch_size: int = 1024) -> Any:
@@ -419,7 +420,7 @@ def save_model(model: nn.Module, path: str | Path = "checkpoint.safetensors") ->
     """
     state = model.state_dict()
     metadata = {"odyssey": json.dumps(of_model(model))}
-    write_whole(Path(path), lambda file: write_weights(file, state, metadata), mode=0o666)
+    write_whole(expand_path(path), lambda file: write_weights(file, state, metadata), mode=0o666)
 
 
 def load_model(
@@ -430,7 +431,7 @@ def load_model(
     model: takes the weights; needed if it is of your own code. Raises ConfigError: the model is of
     your own code, or another one. CheckpointError: this is not a file of save_model().
     """
-    weights, about = read_weights(Path(path))
+    weights, about = read_weights(expand_path(path))
     try:
         loaded_model = model or build(
             json.loads(about["odyssey"]), sum(value.size for value in weights.values())

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from .. import data as datasets
+from ..base.paths import expand_path
 from ..base.uncopied import uncopied
 from ..callbacks import Callback, Context
 from ..callbacks.loggers import asked
@@ -39,6 +41,7 @@ from .loop import FitOptions, Loop, check_callbacks
 from .numerics import NonFinite
 from .rank_checks import RankChecks
 from .reporter import Reporter
+from .resume import expand_place
 from .sharing import BatchSharing
 
 
@@ -230,7 +233,9 @@ class Trainer:
             OutputError: the last checkpoint could not be written.
             Stopped: the training was asked to stop; it can go on from its last checkpoint.
         """
-        folder = None if checkpoint_dir is None else Path(checkpoint_dir)
+        folder = None if checkpoint_dir is None else expand_path(checkpoint_dir)
+        if isinstance(resume, (str, os.PathLike)):  # the session reports anything else
+            resume = expand_place(resume)
         saving = Saving(
             folder, checkpoint_every, keep, resume, checkpoint_epochs, allow_nondeterministic_data
         )
@@ -246,7 +251,7 @@ class Trainer:
             steps=max_steps if steps is None else steps,
             saving=saving,
             callbacks=callbacks,
-            trace=None if trace is None else Path(trace),
+            trace=None if trace is None else expand_path(trace),
             profile=profile,
             verbose=verbose,
             state=state,
@@ -358,7 +363,7 @@ class Trainer:
             store = None
             with resume.on_all_ranks(self.comm):
                 if self.comm.rank == 0:
-                    store = stack.enter_context(Store(Path(folder), key=environment_key()))
+                    store = stack.enter_context(Store(expand_path(folder), key=environment_key()))
             if not (
                 self.in_parts and checkpoint_parts.save(self.comm, store, self.state({}, True))
             ):
@@ -374,7 +379,7 @@ class Trainer:
         with offload(self.layout.offload):
             checkpoint = resume.shared(
                 self.comm,
-                lambda in_memory: resume.find(Path(path), self.say, in_memory),
+                lambda in_memory: resume.find(expand_path(path), self.say, in_memory),
                 self.in_parts,
             )
         snapshot, name = checkpoint

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import comm as communication
-from ..base import install_extra
+from ..base import expand_path, install_extra
 from ..callbacks import Callback, Context, Monitor
 from ..comm import base
 from ..errors import ConfigError, check_integer, printable
@@ -222,7 +222,7 @@ class DistributedTuner:
                 f"{groups} trials at a time are asked for, {limit} run: mpirun -n {groups * size} "
                 "is needed for all"
             )
-        self._place = None if storage is None else os.fspath(storage)
+        self._place = None if storage is None else _expand_place(os.fspath(storage))
         self._name = study_name
         self._sampler = sampler
         self._pruner = pruner
@@ -512,6 +512,11 @@ def _draw(trial: optuna.Trial, name: str, d: BaseDistribution) -> Any:
         return trial.suggest_categorical(name, d.choices)
     suggest = trial.suggest_int if isinstance(d, IntDistribution) else trial.suggest_float
     return suggest(name, d.low, d.high, step=d.step, log=d.log)
+
+
+def _expand_place(place: str) -> str:
+    """Returns a place of a study: a URL as it is, or the path of a file, expanded."""
+    return place if "://" in place or not place else str(expand_path(place))
 
 
 def _storage(place: str) -> optuna.storages.BaseStorage:

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from ...base.paths import expand_path
 from ...base.registry import provided
 from ...errors import ConfigError, OdysseyError, printable
 from ...settings.recipes import OWN_CLASS
@@ -33,12 +34,17 @@ PATH_LIMIT = 4095
 
 
 class FilePath(click.Path):
-    """A path that a file can have: asking for one that is too long would be an OSError wherever
-    it is looked at.
+    """A path that a file can have, with `~` and variables expanded.
+
+    Asking for a path that is too long would be an OSError wherever it is looked at.
     """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        path = super().convert(value, param, ctx)
+        try:
+            expanded_path = expand_path(value)
+        except ConfigError as problem:
+            self.fail(str(problem).removeprefix("[files] "), param, ctx)
+        path = super().convert(expanded_path, param, ctx)
         if len(os.fsencode(path)) > PATH_LIMIT or any(
             len(os.fsencode(p)) > NAME_LIMIT for p in Path(path).parts
         ):
@@ -70,7 +76,7 @@ class DataSet(click.Choice[str]):
                 f"[{room}] --dataset {name}: {fault}; write --dataset {name}:PATH, or use "
                 "--data-dir"
             )
-        return name, Path(path)
+        return name, expand_path(path)
 
 
 class OrOwn(click.Choice[str]):

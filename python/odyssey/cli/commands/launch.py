@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from ...base.paths import expand_path, variables_in
 from ...errors import ConfigError, near
 from . import FILE, HELP, machines
 
@@ -99,7 +100,9 @@ def command(
     no_option(script, context)
     script, *words = normalize_command([script, *arguments])
     if script == "train":
-        _check_configuration(tuple(words))
+        values = _read_configuration(tuple(words))
+        # Ranks expand the same paths.
+        options["env"] = (*options["env"], *variables_in([*words, *values]))
     parsed_hosts = machines("launch", hosts, hostfile)
     bounds = None if elastic is None else parse_elastic(elastic)
     config = LaunchConfig(nproc_per_node=ranks, hosts=parsed_hosts, elastic=bounds, **options)
@@ -123,18 +126,21 @@ def no_option(script: str, context: click.Context) -> None:
         )
 
 
-def _check_configuration(words: tuple[str, ...]) -> None:
-    """Raises ConfigError if a configuration file of `train` sets an option of the launcher.
+def _read_configuration(words: tuple[str, ...]) -> list[str]:
+    """Returns the values in the configuration files of a command line of `train`, as strings.
 
-    The ranks would read the file only after they are started.
+    Raises ConfigError if a file sets an option of the launcher. The ranks would read the file only
+    after they are started.
     """
     from ..configfile import read_config
     from . import train
 
     files = [following for word, following in itertools.pairwise(words) if word == "--config"]
     files += [word.removeprefix("--config=") for word in words if word.startswith("--config=")]
+    values: list[str] = []
     for path in files:
-        config = read_config(Path(path), train.command.params)
+        config = read_config(expand_path(path), train.command.params)
+        values += map(str, config.values())
         for name, option in (("ranks", "-n"), ("run_dir", "--run-dir")):
             if name in config:
                 raise ConfigError(
@@ -142,3 +148,4 @@ def _check_configuration(words: tuple[str, ...]) -> None:
                     "that are started; give "
                     f"`odyssey launch {option}` and take it out, or use `odyssey train --config`"
                 )
+    return values

@@ -11,7 +11,7 @@ import click
 
 from odyssey.errors import ConfigError, check_integer
 
-from ...base import outputs
+from ...base import expand_path, outputs
 from ...settings.recipes import RECIPES
 from . import HELP, JSON, LAUNCHER, without
 from .verify import layouts_among
@@ -89,6 +89,8 @@ def command(  # noqa: C901
     for name, value in (("--memory", memory), ("--bandwidth", bandwidth), ("--latency", latency)):
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"[plan] {name} is {value:g}; give a number above 0")
+    if program not in RECIPES:
+        program = str(expand_path(program))
     if program not in RECIPES and not os.path.isfile(program):
         raise ConfigError(
             f"[plan] {program!r} is no file and no model; give a script, or one of "

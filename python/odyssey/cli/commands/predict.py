@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...base import install_extra
+from ...base import expand_path, install_extra
 from ...errors import ConfigError, DataError, printable
 from . import FILE, HELP, OWN_MODEL, on_all_ranks
 
@@ -129,7 +129,7 @@ def _read_images(paths: tuple[str, ...], shape: list[int]) -> np.ndarray:
         raise ConfigError(f"[predict] images need Pillow; {install_extra('image')}") from None
     channels, height, width = shape
     mode = "L" if channels == 1 else "RGB"
-    return np.stack([read_image(path, (width, height), mode) for path in paths])
+    return np.stack([read_image(str(expand_path(path)), (width, height), mode) for path in paths])
 
 
 def _read_table(

@@ -16,6 +16,7 @@ from odyssey.errors import ConfigError
 
 from ...base import launcher as launchers
 from ...base import runs
+from ...base.paths import variables_in
 from ...settings import declarations
 from ...settings.declarations import SECTIONS, Command, Setting, Settings, declared, option
 from ..configfile import read_config
@@ -112,7 +113,12 @@ def _run_command(context: click.Context, verbose: bool, ranks: int | None, **_: 
 
     gc.enable()
     config = LaunchConfig(
-        nproc_per_node=ranks, run_dir=settings.run_dir, max_restarts=3, watchdog=settings.watchdog
+        nproc_per_node=ranks,
+        run_dir=settings.run_dir,
+        max_restarts=3,
+        watchdog=settings.watchdog,
+        # Ranks expand the same paths.
+        env=variables_in([*sys.argv, *map(str, (context.default_map or {}).values())]),
     )
     words = without(sys.argv[1:], {"--ranks": 1, "--run-dir": 1, "--watchdog": 1})
     sys.exit(
