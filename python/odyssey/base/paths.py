@@ -21,7 +21,7 @@ def expand_path(path: str | os.PathLike[str]) -> Path:
     """Returns a path with `~`, `~user`, `$NAME` and `${NAME}` expanded.
 
     A variable that isn't set, and a user who doesn't exist, stay as they are if there is a file or
-    folder of that literal name. "./~" is a folder called "~".
+    folder of that literal name. The string "./~" is a folder called "~".
 
     Raises:
         ConfigError: a variable isn't set, a home directory isn't known, or this is not a path.
@@ -36,8 +36,11 @@ def expand_path(path: str | os.PathLike[str]) -> Path:
         raise ConfigError(
             f"[files] {path!r} is not a path; a string or a pathlib.Path expected"
         ) from None
-    expanded = _expand_home(_expand_variables(text))
-    return Path(expanded)
+    expanded_path = Path(_expand_home(_expand_variables(text)))
+    if str(expanded_path).startswith("~"):
+        # Path("./~") is Path("~"), which would be the home directory if it was expanded again.
+        return Path.cwd() / expanded_path
+    return expanded_path
 
 
 def variables_in(texts: Iterable[str]) -> tuple[str, ...]:

@@ -180,7 +180,9 @@ def _path_for_shell(path: str) -> str:
 
     The script stops if a variable isn't set. Everything else is quoted.
     """
-    home, slash, rest = path.partition("/") if re.match(r"~[\w.-]*(?:/|$)", path) else ("", "", path)
+    home, slash, rest = (
+        path.partition("/") if re.match(r"~[\w.-]*(?:/|$)", path) else ("", "", path)
+    )
     parts = re.split(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))", rest, flags=re.ASCII)
     words = [home + slash]
     for text, braced, plain in zip(parts[::3], [*parts[1::3], ""], [*parts[2::3], ""], strict=True):
