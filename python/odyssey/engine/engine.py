@@ -103,6 +103,9 @@ class Engine:
             eager=layout.execution != "replay",
             like=like and like.programs,
         )
+        # A later step will have a single sample. Its program is recorded before the first step, so
+        # that layers that need more samples raise their error then.
+        self.expects_one_sample = False
         # The batch after the current one, if it is known. GPUs copy it during the step.
         self.upcoming: Batch | None = None
         self.groups = groups or Groups(layout.comm, layout.mesh)
@@ -250,6 +253,9 @@ class Engine:
         if runner is None:
             try:
                 self.programs.recording(size, form)
+                if self.expects_one_sample:
+                    self.expects_one_sample = False
+                    self.programs.recording(1, form)
                 # Attributes that forward() sets aren't settings. They are known after a recording,
                 # so the number of the settings may be another one now.
                 key = (self.programs.current(), *shape)

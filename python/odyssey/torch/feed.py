@@ -72,6 +72,9 @@ class ModuleFeed(BatchFeed):
         self.orders = Orders(*(None if own_steps(one) else one for one in (loader, val_loader)))
         return compared_data
 
+    def expect_sizes(self, sizes: set[int]) -> None:
+        self.shards.coming_sizes = sizes
+
     def batches(self, loader: Any, epoch: int) -> Iterator[datasets.Batch]:
         def begin() -> None:
             self.orders.begin(epoch)

@@ -78,11 +78,16 @@ def described(arena: ModuleArena) -> dict[str, Any]:
         "channels-last parameters": [
             n for n, p in arena.named if p.dim() in (4, 5) and not p.is_contiguous()
         ],
-        "torch.compile": any(
-            type(m).__name__ == "OptimizedModule" or m._compiled_call_impl
-            for m in arena.module.modules()
-        ),
+        "torch.compile": is_compiled(arena.module),
     }
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Returns whether torch.compile is used for the module, or for a module in it."""
+    return any(
+        type(m).__name__ == "OptimizedModule" or bool(m._compiled_call_impl)
+        for m in module.modules()
+    )
 
 
 class LoopError(OdysseyError):
@@ -217,6 +222,8 @@ class Shards:
         self.comm = comm
         self.strategy = strategy
         self.shard_size = shard_size
+        # The numbers of samples of later steps, until the first step has checked them.
+        self.coming_sizes: set[int] = set()
         self.seed = seed
         self.mean = mean
         self.strict = deterministic == "error"

@@ -25,7 +25,7 @@ from . import metrics as metric_sums
 from .changing import ForwardCheck, ForwardWatch
 from .data import part, tree_of
 from .optimizer_parts import OptimizerParts
-from .shards import BatchSums, Shards
+from .shards import BatchSums, Shards, is_compiled
 from .whole_batch_loss import Outputs, WholeBatchLoss
 
 
@@ -153,7 +153,7 @@ class ModuleStepper(Stepper):
         ):
             # After an error this rank runs no shard. `sums` reports the error to all ranks.
             for lo, hi in shard_ranges if outcome.error is None else ():
-                with self.forward_watch.looking(), one_line_errors():
+                with self._watching_forward():
                     x, y = part(batch, lo, hi)
                     if joined is None:
                         self._run_shard(x, y, hi - lo, train)
@@ -163,7 +163,22 @@ class ModuleStepper(Stepper):
                     self._check_forward(x, y, step)
         if train:
             self.forward_check.is_due = False  # also on a rank without a shard
+            self.shards.coming_sizes = set()
         return self.shards.sums()
+
+    @contextlib.contextmanager
+    def _watching_forward(self) -> Iterator[None]:
+        """Watches what forward() of a shard sets, and what BatchNorm gets in the first step."""
+        size = self.shards.shard_size or 0
+        coming_sizes = self.shards.coming_sizes
+        has_shard_of_one = any((samples % size or size) == 1 for samples in coming_sizes if size)
+        with self.forward_watch.looking(), one_line_errors():
+            # The code of torch.compile doesn't call the hooks of the layers in it.
+            if has_shard_of_one and not is_compiled(self.module):
+                with _refuse_one_value_per_sample(self.module):
+                    yield
+            else:
+                yield
 
     def _check_forward(self, x: Any, y: Any, step: int) -> None:
         """Looks at what the shard that was just run has changed; see `ForwardCheck.end`."""
@@ -237,7 +252,7 @@ class ModuleStepper(Stepper):
             contextlib.closing(self.shards.preview(samples, step)) as shard_ranges,
         ):
             for lo, hi in shard_ranges if outcome.error is None else ():
-                with self.forward_watch.looking(), one_line_errors():
+                with self._watching_forward():
                     x, y = part(batch, lo, hi)
                     outputs.add(lo, hi, *self._compute_output(x, y))
         all_shards = outputs.exchanged(self.comm, failed=outcome.error is not None)
@@ -424,6 +439,32 @@ class ModuleStepper(Stepper):
         return (out.float() if out.dtype == torch.bfloat16 else out).numpy()
 
 
+_ONE_SAMPLE = (
+    "[torch] BatchNorm has one sample, as the last shard of a batch has one; use another batch "
+    "size or shard_size, or drop_last=True in the loader"
+)
+
+
+@contextlib.contextmanager
+def _refuse_one_value_per_sample(module: nn.Module) -> Iterator[None]:
+    """Raises ConfigError from BatchNorm that gets one value per channel of each sample.
+
+    It would have no variance in a later shard of one sample. Images have many values per channel.
+    """
+
+    def check(norm: nn.Module, inputs: tuple[Any, ...]) -> None:
+        x = inputs[0] if inputs else None
+        uses_batch = norm.training or getattr(norm, "running_mean", None) is None
+        if uses_batch and isinstance(x, torch.Tensor) and x.dim() > 1 and not x[0, 0].numel() > 1:
+            raise ConfigError(_ONE_SAMPLE)
+
+    with contextlib.ExitStack() as hooks:
+        for part_of_module in module.modules():
+            if isinstance(part_of_module, nn.modules.batchnorm._BatchNorm):
+                hooks.callback(part_of_module.register_forward_pre_hook(check).remove)
+        yield
+
+
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
     """Turns two errors of torch in the block into a ConfigError of one line with a remedy.
@@ -435,10 +476,7 @@ def one_line_errors() -> Iterator[None]:
     except ValueError as problem:
         if "Expected more than 1 value per channel" not in str(problem):
             raise
-        raise ConfigError(
-            "[torch] BatchNorm has one sample, as the last shard of a batch has one; use another "
-            "batch size or shard_size, or drop_last=True in the loader"
-        ) from problem
+        raise ConfigError(_ONE_SAMPLE) from problem
     except RuntimeError as problem:
         if "use_deterministic_algorithms" not in str(problem):
             raise

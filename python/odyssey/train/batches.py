@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from .. import data as datasets
-from ..data.nested import mapped
+from ..data.nested import leaves, mapped
 from ..errors import ConfigError
 
 
@@ -125,6 +125,52 @@ def evaluated(
 ) -> Iterable[datasets.Batch]:
     """A loader's batches for evaluation; `part`: of which samples this rank needs so many."""
     return loader.steps(part=part) if own_steps(loader) else batches_of(loader)
+
+
+def step_sizes(loader: Any, step: int, join: int, limit: int | None) -> set[int]:
+    """Returns the numbers of samples of an epoch's steps, as far as they are known before it.
+
+    They are known for loaders of batches of one size, and for lists of batches.
+
+    Args:
+        loader: of the training.
+        step: samples of a step of a loader with a batch size.
+        join: batches of the loader that make one step.
+        limit: steps that will be taken; None: all of the epoch.
+    """
+    if isinstance(loader, Sequence):
+        counts = [_count_samples(item) for item in loader[: limit and limit * join]]
+        sums = [counts[first : first + join] for first in range(0, len(counts), join)]
+        return {sum(group) for group in sums if 0 not in group}
+    last = last_step_samples(loader, step, limit)
+    return {step, last} if last else {step} if step else set()
+
+
+def last_step_samples(loader: Any, step: int, limit: int | None) -> int:
+    """Returns the samples of an epoch's last step if it has fewer than the others; see step_sizes.
+
+    It is 0 if the last step is like the others, isn't taken, or isn't known.
+    """
+    size = getattr(loader, "batch_size", None)
+    sampler = getattr(loader, "sampler", None)
+    try:
+        samples = len(loader.dataset if sampler is None else sampler)
+        batches = len(loader)
+    except (AttributeError, TypeError):  # a stream, or no loader
+        return 0
+    if not size or not step:
+        return 0
+    full, last = divmod(batches * size if loader.drop_last else samples, step)
+    return last if limit is None or limit > full else 0
+
+
+def _count_samples(item: Any) -> int:
+    """Returns the number of samples of a batch in a list; 0 if it isn't known."""
+    try:
+        inputs = item if isinstance(item, (datasets.Batch, Mapping)) else item[0]
+        return len(inputs if isinstance(inputs, datasets.Batch) else leaves(inputs)[0])
+    except (TypeError, IndexError, KeyError):
+        return 0
 
 
 def cut(batches: Iterable[datasets.Batch], k: int) -> Iterator[datasets.Batch]:

@@ -24,7 +24,9 @@ from .batches import (
     cut,
     in_batches,
     joined,
+    last_step_samples,
     own_steps,
+    step_sizes,
 )
 from .learning_rate import LearningRate
 from .loader_state import PROCESS_GENERATORS, LoaderState, ProcessGenerator, is_stateful
@@ -63,6 +65,9 @@ class BatchFeed:
 
     def check_loader(self, loader: datasets.DataLoader, size: int, steps: int | None) -> None:
         """Raises ConfigError for data that cannot be shared out; `size`: samples of a step."""
+
+    def expect_sizes(self, sizes: set[int]) -> None:
+        """Receives the numbers of samples of the steps that will be taken, as far as known."""
 
     def ahead(self, batches: Iterator[datasets.Batch]) -> Iterator[datasets.Batch]:
         """Returns the batches, the next one read while a step runs where that helps."""
@@ -135,6 +140,10 @@ class BatchFeed:
                 compared_data = loader.dataset if loader.in_memory else None
             self.configuration = resume.data_configuration(loader, size)
         check_batches(loader, "training data")
+        if self.mode.together and context.pieces == 1:
+            # A batch size of 0: it isn't known, or torch's loader has a sampler of batches.
+            step = (getattr(loader, "batch_size", 0) or 0) * self.accumulation_steps
+            self.expect_sizes(step_sizes(loader, step, self.accumulation_steps, context.limit))
         keeps_state = is_stateful(loader) and not self.mode.own_loop
         self.loader_state = LoaderState(loader, self) if keeps_state else None
         if val_loader is not None:
@@ -280,6 +289,9 @@ class EngineFeed(BatchFeed):
         self.scale_rate(size)
         check_last_step(self.mesh, loader, size, steps)
 
+    def expect_sizes(self, sizes: set[int]) -> None:
+        self.engine.expects_one_sample = 1 in sizes
+
     def scale_rate(self, batch_size: int) -> None:
         """Sets, and tells, what `lr_scaling` makes of the rate once the batch size is known."""
         line = self.learning_rate.scale_to_batch(batch_size)
@@ -303,9 +315,9 @@ def check_last_step(mesh: Mesh, loader: datasets.DataLoader, step: int, limit: i
         step: samples of the other steps.
         limit: steps that will be taken; None: all of the epoch.
     """
-    samples = len(loader.dataset if loader.sampler is None else loader.sampler)
-    full, last = divmod(len(loader) * loader.batch_size if loader.drop_last else samples, step)
-    if mesh.tp > 1 and last and layout_of(last) == "rows" and (limit is None or limit > full):
+    last = last_step_samples(loader, step, limit)
+    if mesh.tp > 1 and last and layout_of(last) == "rows":
+        samples = len(loader.dataset if loader.sampler is None else loader.sampler)
         raise ConfigError(
             f"[tp] {samples:,} samples in steps of {step} leave {last} for an epoch's last step, "
             "and so few are computed in rows, which are not split; use another batch size, "
