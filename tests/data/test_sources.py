@@ -259,7 +259,7 @@ def test_the_width_of_token_files_is_known_or_passed(tmp_path):
             assert (x.dtype, y.dtype) == (np.int32, np.int32)
     with pytest.raises(ConfigError, match=r"t\.bin holds plain numbers, and their width isn't kno"):
         data.tokens(path, length=6, classes=100)
-    with pytest.raises(DataError, match=r"t\.npy holds uint64, and dtype is uint16; leave out dty"):
+    with pytest.raises(DataError, match=r"t\.npy holds uint64, and dtype is uint16; pass no dtype"):
         data.tokens(tmp_path / "t.npy", length=6, classes=100, dtype=np.uint16)
     for wrong in ("number", object, "S2"):
         with pytest.raises(
@@ -290,7 +290,7 @@ def test_ids_that_are_not_allowed_are_named_with_their_position(
     ids.tofile(path) if suffix == "bin" else np.save(path, ids)
     if is_large:
         monkeypatch.setattr(sources, "CHECKED_BYTES", 16)
-    message = rf"t\.{suffix} holds {value} at position {position}; 0 to 299 are allowed; correct"
+    message = rf"t\.{suffix} holds {value} at position {position}; values from 0 to 299 expected; c"
     with pytest.raises(DataError, match=message):
         made = data.tokens(path, length=length, classes=300, dtype=dtype)
         assert is_large
@@ -305,7 +305,9 @@ def test_ids_that_are_not_allowed_are_named_with_their_position(
 def test_wrong_classes_of_npy_files_are_named(tmp_path):
     np.save(tmp_path / "x.npy", np.ones((5, 2), np.float32))
     np.save(tmp_path / "y.npy", np.array([0, 1, 2, 3, 0]))
-    with pytest.raises(DataError, match=r"y\.npy holds 3 at position 3; 0 to 2 are allowed"):
+    with pytest.raises(
+        DataError, match=r"y\.npy holds 3 at position 3; values from 0 to 2 expected"
+    ):
         data.npy(tmp_path / "x.npy", tmp_path / "y.npy", classes=3)
     assert len(data.npy(tmp_path / "x.npy", tmp_path / "y.npy", classes=4)) == 5
 

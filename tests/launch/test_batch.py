@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -25,6 +26,31 @@ JSON = {
     "boolean": bool,
     "number": (int, float),
 }
+
+
+def test_a_path_of_a_script_is_expanded_by_the_job(tmp_path):
+    """The shell of the job makes of it what odyssey would make of it there."""
+    random = Random(0)
+    pieces = "~ / ${HOME} ${PLACE} a ü ' \" . - $(echo ` *".split(" ") + [" "]
+    paths = ["".join(random.choices(pieces, k=random.randint(1, 8))) for _ in range(200)]
+    paths = ["~", "~/a b", "$PLACE/$HOME", *paths]
+    environment = {"HOME": "/home/a b", "PLACE": "/x y/*"}
+    words = " ".join(map(batch._path_for_shell, paths))
+    shell = ["bash", "-uc", f"printf '%s\\n' {words}"]
+    done = subprocess.run(shell, env=environment, capture_output=True, text=True, check=True)
+    for path, shown in zip(paths, done.stdout.split("\n")[:-1], strict=True):
+        expected = path.replace("$HOME", "${HOME}").replace("$PLACE", "${PLACE}")
+        expected = expected.replace("${HOME}", "/home/a b").replace("${PLACE}", "/x y/*")
+        if path == "~" or path.startswith("~/"):
+            expected = f"/home/a b{expected[1:]}"
+        assert shown == expected, path
+    unset = subprocess.run(
+        ["bash", "-c", f"echo {batch._path_for_shell('$NOT_SET/a')}"],
+        env={},
+        capture_output=True,
+        text=True,
+    )
+    assert unset.returncode and "NOT_SET: is not set" in unset.stderr
 
 
 def validate(value, schema, where=""):

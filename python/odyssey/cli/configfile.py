@@ -1,8 +1,9 @@
 """The configuration file of `odyssey train`: TOML whose keys are option names, checked before
 anything uses it.
 
-A value is a number, true or false, or a text, which is never given to a shell, expanded or
-evaluated. What values mean and which go together is checked where `Settings` are made.
+A value is a number, true or false, or a string, which is never passed to a shell or evaluated. Only
+paths are expanded, as everywhere (base/paths.py). What values mean and which go together is checked
+where `Settings` are made.
 """
 
 from __future__ import annotations

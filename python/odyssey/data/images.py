@@ -32,6 +32,8 @@ _ORIENTATION = 274
 _BITS_PER_SAMPLE = 258
 _PHOTOMETRIC = 262
 _WHITE_IS_ZERO = 0
+_SAMPLE_FORMAT = 339
+_SIGNED = 2
 # The raw modes of PNG files with grey of 2 and 4 bits. Pillow multiplies their pixels, but not the
 # transparent grey, by these factors.
 _GREY_FACTORS = {"L;2": 85, "L;4": 17}
@@ -118,8 +120,9 @@ def _show(image: Image, raw_mode: Any, path: str) -> Image:
     is_16_bit = image.mode.startswith("I;16") or (
         image.mode == "I" and image.format in ("PNG", "PPM")
     )
-    if image.mode in ("I", "F") and not is_16_bit:
-        kind = "float" if image.mode == "F" else "32-bit integer"
+    is_signed = _SIGNED in getattr(image, "tag_v2", {}).get(_SAMPLE_FORMAT, ())
+    if is_signed or (image.mode in ("I", "F") and not is_16_bit):
+        kind = "signed" if is_signed else "float" if image.mode == "F" else "32-bit"
         raise DataError(
             f"{printable(path)} has {kind} pixels, and which of them are black and white isn't "
             "known; convert it to 8 or 16 bits per channel"

@@ -243,7 +243,7 @@ class RowFile:
         self.dtype = np.dtype(dtype)
         if expected_dtype not in (None, self.dtype):
             raise DataError(
-                f"{path} holds {self.dtype}, and dtype is {expected_dtype}; leave out dtype for "
+                f"{path} holds {self.dtype}, and dtype is {expected_dtype}; pass no dtype for "
                 ".npy files"
             )
         self._row_bytes = self.dtype.itemsize * int(np.prod(self.row, dtype=np.int64))
@@ -314,8 +314,8 @@ def _check_ids(ids: RowFile, classes: int) -> None:
 def _wrong_id(path: str, value: Any, position: int, classes: int) -> DataError:
     """Returns the error for an id of a file that is not in 0..classes-1."""
     return DataError(
-        f"{path} holds {value} at position {position}; 0 to {classes - 1} are allowed; correct "
-        "the file, the number of classes, or its dtype"
+        f"{path} holds {value} at position {position}; values from 0 to {classes - 1} expected; "
+        "correct the file, the number of classes, or its dtype"
     )
 
 

@@ -180,15 +180,14 @@ def _path_for_shell(path: str) -> str:
 
     The script stops if a variable isn't set. Everything else is quoted.
     """
-    home, slash, rest = (
-        path.partition("/") if re.match(r"~[\w.-]*(?:/|$)", path) else ("", "", path)
-    )
-    parts = re.split(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))", rest, flags=re.ASCII)
-    words = [home + slash]
-    for text, braced, plain in zip(parts[::3], [*parts[1::3], ""], [*parts[2::3], ""], strict=True):
-        words.append(shlex.quote(text) if text else "")
-        if name := braced or plain:
-            words.append(f'"${{{name}:?is not set}}"')
+    home = re.match(r"(?:~[\w.-]*(?=/|$)/?)?", path)[0]
+    # Text, a name in braces and a name without take turns.
+    parts = re.split(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))", path[len(home) :], flags=re.ASCII)
+    words = [home]
+    for position, part in enumerate(parts):
+        if part:
+            is_name = position % 3 > 0
+            words.append(f'"${{{part}:?is not set}}"' if is_name else shlex.quote(part))
     return "".join(words)
 
 
