@@ -95,6 +95,17 @@ def test_an_error_comes_before_the_first_step_or_never(make, loader, seed):
 
 
 @pytest.mark.parametrize("make", [native, of_torch])
+def test_every_fit_is_checked(make):
+    trainer = make(None)
+    trainer.fit(own_loader(24, 8, False), verbose=False)
+    with pytest.raises(OdysseyError, match=r"drop_last=True"):
+        trainer.fit(own_loader(25, 8, False), verbose=False)
+    assert trainer.steps == 3
+    trainer.fit(own_loader(24, 8, False), verbose=False)
+    assert trainer.steps == 6
+
+
+@pytest.mark.parametrize("make", [native, of_torch])
 @pytest.mark.parametrize(
     ("steps", "drop_last", "is_refused"),
     [(None, False, True), (4, False, True), (3, False, False), (None, True, False)],

@@ -249,7 +249,7 @@ class Engine:
         size = self.shard_size_of(samples)
         shape = (samples, size, *form, self.layout.counts(planning.shard_count(samples, size)))
         key = (self.programs.current(), *shape)
-        runner = self._runners.pop(key, None)
+        runner = None if self.expects_one_sample else self._runners.pop(key, None)
         if runner is None:
             try:
                 self.programs.recording(size, form)
