@@ -113,10 +113,21 @@ def test_texts_of_the_command_line(value, option, nothing_is_made, no_process, m
 
 @pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
 def test_a_path_is_a_path(value, nothing_is_made, no_process, monkeypatch, capsys):
-    """No expansion: it is the name of a file, shown without what acts on a terminal."""
+    """It is the name of a file, shown without what acts on a terminal.
+
+    Only variables are expanded. Their values are text, and no shell sees them.
+    """
+    monkeypatch.delenv("IFS", raising=False)
     code, said = train(monkeypatch, capsys, f"--data-dir={value}")
     check(code, said)
-    assert "accepted" in said
+    if "${IFS}" in value:
+        assert "the variable IFS isn't set" in said
+        monkeypatch.setenv("IFS", "$(touch x)")
+        code, said = train(monkeypatch, capsys, f"--data-dir={value}")
+        check(code, said)
+        assert "accepted $(touch x)touch$(touch x)x" in said
+    else:
+        assert "accepted" in said
 
 
 @pytest.mark.parametrize("option", TEXT_OPTIONS + PATH_OPTIONS)
