@@ -239,3 +239,43 @@ def test_verify_under_a_launcher_is_refused_in_one_line():
     done = run(mpiexec(), "-n", "2", sys.executable, "-m", "odyssey", "verify", "--layouts", "dp=2")
     assert done.returncode == 64
     assert done.stderr.count("[verify] it starts the ranks of each layout itself") == 1
+
+
+def test_ranks_expand_the_paths_of_a_configuration_file(tmp_path, monkeypatch):
+    """Launchers pass ranks few variables, but those in the paths of the file."""
+    from odyssey.compile import library
+
+    monkeypatch.chdir(tmp_path)
+    home = tmp_path / "home"
+    home.mkdir()
+    environment = {
+        "HOME": str(home),
+        "PLACE": str(home / "place"),
+        "ODYSSEY_CACHE_DIR": str(library.cache_dir()),
+        "ODYSSEY_ALLOW_ROOT": "1",
+    }
+    (home / "run.toml").write_text(
+        'model = "mlp"\nsteps = 1\neval = false\ncheckpoint-dir = "$PLACE/checkpoints"\n'
+    )
+    odyssey = (sys.executable, "-m", "odyssey")
+    started = run(
+        *odyssey,
+        "launch",
+        "-n",
+        2,
+        "--run-dir",
+        "$PLACE/a",
+        "train",
+        "--config",
+        "~/run.toml",
+        **environment,
+    )
+    assert started.returncode == 0, started.stderr
+    (home / "run.toml").write_text((home / "run.toml").read_text().replace("PLACE", "{PLACE}-2"))
+    started = run(
+        *odyssey, "train", "--config", "~/run.toml", "--ranks", 2, "--run-dir", "~/b", **environment
+    )
+    assert started.returncode == 0, started.stderr
+    for folder in ("place/checkpoints", "place/a/steps", "place-2/checkpoints", "b/steps"):
+        assert (home / folder).exists()
+    assert os.listdir(tmp_path) == ["home"]
