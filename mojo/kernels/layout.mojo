@@ -91,6 +91,20 @@ def array[L: Int](y: IntPtr, G: Int, F: Int, T: Int, k: Int, rest: Int, r: Recor
             to[unsafe_offset=f * L] = x[unsafe_offset=at + f] if there else Int32(rest)
 
 
+def keep[L: Int](x: IntPtr, G: Int, F: Int, T: Int, k: Int, r: Record):  # (G, F, L), numbers of 32 bits
+    """Row `first` + n of kept array k, (samples, T, F), becomes what x has of sample n, bit by bit: lanes n T .. n T + T
+    - 1. T is 1 unless lanes are tokens. Does nothing in a run that keeps nothing.
+    """
+    ref ctx = r.context[]
+    if not Int(ctx.kept):
+        return
+    var y = IntPtr(unsafe_from_address=Int(ctx.kept[unsafe_offset=k])).unsafe_offset(Int(ctx.first) * T * F)
+    for n in range(min(G * L, Int(ctx.valid) * T)):
+        var lane = x.unsafe_offset(n // L * F * L + n % L)
+        for f in range(F):
+            y[unsafe_offset=n * F + f] = lane[unsafe_offset=f * L]
+
+
 def pack_rows(y: Ptr, x: Ptr, N: Int, F: Int):
     """Writes rows x (N, F) into lanes y (G, F, L); lanes from N on become 0."""
     for g in range(ceildiv(N, LANES)):
@@ -181,6 +195,7 @@ def ops() -> List[Op]:
     return [
         Op("input", "y; ; G, F, C", by_layout[call[input[_input_in_lanes]], call[input[_input_in_rows]]]),
         Op("array", "y; ; G, F, T, k, rest", by_layout[call[array[LANES]], call[array[1]]]),
+        Op("keep", "; x; G, F, T, k", by_layout[call[keep[LANES]], call[keep[1]]]),
         Op("pack_rows", "y; x; N, F", call[pack_rows]),
         Op("unpack_rows", "y; x; N, F", call[unpack_rows]),
         Op("take_features", "y; x; G, F, first, n", call[take_features], "lanes"),

@@ -84,7 +84,9 @@ class History:
 
 
 class Evaluation(NamedTuple):
-    """Means over a data set, by name as well; `accuracy` is None where it is no metric."""
+    """Means over a data set and metrics of the whole set, by name as well; `accuracy` is None where
+    it is no metric.
+    """
 
     loss: float
     accuracy: float | None
@@ -169,6 +171,8 @@ class Step(NamedTuple):
     taken: bool
     updates: Any  # the trainer's own: what its fingerprints() are of
     metrics: dict[str, float]  # sums by name
+    #: What metrics of the whole set add of this step's samples, by name.
+    values: dict[str, Any] = {}  # noqa: RUF012
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, int):  # would be False for ever

@@ -38,6 +38,7 @@ from ..parallel import plan as planning
 from ..parallel.mesh import Groups
 from .direct import DirectRunner
 from .layout import Layout
+from .keeping import Keeper
 from .metrics import Metric
 from .ownership import Ownership
 from .programs import Programs
@@ -65,6 +66,7 @@ class Engine:
             `ownership`.
         team: the GPUs of this process, if the layout has some.
         metrics: see metrics.record.
+        keeps: True if outputs and targets are kept for metrics of the whole set (`kept`).
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Engine:
         scaled: bool = False,
         team: DeviceGroup | None = None,
         metrics: dict[str, Metric] | None = None,
+        keeps: bool = False,
     ) -> None:
         self.model = model
         self.arena = arena
@@ -90,6 +93,7 @@ class Engine:
         self.train = train
         self.team = team
         self.precision = precision
+        self.keeper = Keeper() if keeps else None
         self.programs = Programs(
             model,
             arena,
@@ -102,6 +106,7 @@ class Engine:
             gpu=team is not None,
             eager=layout.execution != "replay",
             like=like and like.programs,
+            keeper=self.keeper,
         )
         # A later step will have a single sample. Its program is recorded before the first step, so
         # that layers that need more samples raise their error then.
@@ -215,6 +220,21 @@ class Engine:
         """Returns the metrics of a step by name. They are sums over its samples."""
         return {name: sums.values[index] for name, index in self.programs.metric_at.items()}
 
+    def kept(self, batch: Batch) -> tuple[int, Any, Any] | None:
+        """Returns what was kept of the last batch: the first sample, outputs and targets of this
+        rank's samples.
+
+        Returns None if this rank has no shard, or another rank of its replica returns them.
+        """
+        samples = len(batch.indices)
+        first, end = self._own_samples(samples)
+        runner = self.runners[-1]
+        has_outputs = getattr(runner, "loss_place", self.groups.p) == self.groups.p
+        if self.keeper is None or first == end or self.groups.t or not has_outputs:
+            return None
+        output, target = self.keeper.take(batch.dataset.form, first, end)
+        return first, output, target
+
     def _prepare_batch(self, batch: Batch, step: int) -> Runner:
         """Returns the runner for a batch, with its inputs set to the batch's samples."""
         if batch.run is not None:
@@ -232,6 +252,8 @@ class Engine:
         runner.context.rows = batch.indices.ctypes.data
         runner.context.step = step
         runner.context.loss_scale = self.loss_scale
+        if self.keeper is not None:
+            runner.context.kept = self.keeper.open(len(batch.indices), data.form)
         return runner
 
     def prepare(self, samples: int, form: Form) -> Runner:
@@ -509,6 +531,11 @@ class Engine:
 
         If the rank has no shard, the run is the first sample.
         """
+        first, end = self._own_samples(samples)
+        return (first, end) if end > first else (0, min(1, samples))
+
+    def _own_samples(self, samples: int) -> tuple[int, int]:
+        """Returns the run of a batch's samples that this rank computes; empty without a shard."""
         size = self.shard_size_of(samples)
         dp = self.groups.dp
         workers = self.layout.workers
@@ -518,7 +545,7 @@ class Engine:
         _, end_shard = worker_runs[(dp.rank + 1) * workers - 1]
         first = first_shard * size
         end = min(end_shard * size, samples)
-        return (first, end) if end > first else (0, min(1, samples))
+        return first, max(first, end)
 
     # --- programs ---
 

@@ -2,7 +2,8 @@
 bits on any layout.
 
 A metric is a function of (output, target), as a loss is. It gives values of samples, (N, ...), of
-which the mean is meant, or one number as a loss does (functional.l1_loss).
+which the mean is meant, or one number as a loss does (functional.l1_loss). Or it is an object of
+odyssey.metrics, which computes one number of all samples.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ..core.program import Recorder, ShardEager
 from ..core.tensor import Tensor, no_grad
 from ..data.nested import Form
 from ..errors import ConfigError, OdysseyError
+from ..metrics import is_of_whole_set
 
 Metric = Callable[[Any, Any], Tensor]
 # places among the statistics: of correct predictions, of metrics, behind these
@@ -30,10 +32,12 @@ METRICS_BY_NAME: dict[str, Metric] = {"accuracy": F.top_k, "mae": F.l1_loss, "ms
 def chosen(
     metrics: Any, by_name: dict[str, Metric] = METRICS_BY_NAME, top_k: Metric = F.top_k
 ) -> dict[str, Metric]:
-    """Metrics by their names, from such a dict (its values may be names of `by_name`) or a list of
-    names. Raises ConfigError: a name is unknown, what is given is no function, or there are
-    too many.
+    """Metrics by their names, from such a dict (its values may be names of `by_name`), a collection
+    of torchmetrics, or a list of names. Raises ConfigError: a name is unknown, what is given is no
+    function or metric of the whole set, or there are too many.
     """
+    if hasattr(metrics, "items"):
+        metrics = dict(metrics.items())
     if isinstance(metrics, str) or not isinstance(metrics, Iterable):
         raise ConfigError(
             f"[train] metrics is {metrics!r}; give a dict of names and functions, or a list of "
@@ -51,19 +55,25 @@ def chosen(
                 f"[train] there is no metric {metric!r}; give one of {', '.join(by_name)}, top5 "
                 "(any number), or in Python a dict of names and functions of (output, target)"
             )
+        if isinstance(selected[name], type) and hasattr(selected[name], "compute"):
+            raise ConfigError(
+                f"[train] the metric {name!r} is the class {selected[name].__name__}; use an "
+                f"object, {selected[name].__name__}()"
+            )
         if (
             not isinstance(name, str)
             or not name.isidentifier()
-            or not callable(selected[name])
+            or not (callable(selected[name]) or is_of_whole_set(selected[name]))
             or name == "loss"
         ):
             raise ConfigError(
                 f"[train] metrics has {name!r}: {metric!r}; allowed are words, with functions of "
                 f"(output, target) or one of {', '.join(by_name)}, top5 (any number)"
             )
-    if len(selected) > (max_metrics := END_METRIC - FIRST_METRIC):
+    summed = [metric for metric in selected.values() if not is_of_whole_set(metric)]
+    if len(summed) > (max_metrics := END_METRIC - FIRST_METRIC):
         raise ConfigError(
-            f"[train] {len(selected)} metrics are given; at most {max_metrics} are summed: leave "
+            f"[train] {len(summed)} metrics are given; at most {max_metrics} are summed: leave "
             "some out"
         )
     return selected

@@ -35,6 +35,7 @@ from ..errors import ConfigError, OdysseyError
 from ..nn import Module, settings
 from ..nn.module import in_mode
 from .listing import Listed, first_difference, said, watched
+from .keeping import Keeper
 from .metrics import record as record_metrics
 
 # Settings whose programs are kept. A schedule of dropout has new settings in each step.
@@ -77,6 +78,7 @@ class Programs:
         gpu: True if shards are computed on GPUs.
         eager: True if shards are computed op by op. Programs are then only recorded for comparison.
         like: the programs for training, if these are for evaluation.
+        keeper: keeps outputs and targets; None: nothing does.
         Others: see Engine.
 
     Attributes:
@@ -99,11 +101,13 @@ class Programs:
         gpu: bool,
         eager: bool,
         like: Programs | None,
+        keeper: Keeper | None = None,
     ) -> None:
         self.model = model
         self.arena = arena
         self.loss = loss
         self.metrics = metrics
+        self.keeper = keeper
         self.train = train
         self.precision = precision
         self.conv_algorithm = conv_algorithm
@@ -584,6 +588,8 @@ class Programs:
                 executor.emit("fill", stats, 0.0, 4)
             start = len(getattr(executor, "records", ()))
             self.metric_at = record_metrics(executor, self.metrics, form, y, target)
+            if self.keeper is not None:
+                self.keeper.record(executor, form, y, target)
             self._metric_records = start, len(getattr(executor, "records", ()))
         executor.emit("stats", executor.stats, loss.memory, stats, 0)
         executor.close(loss.device)

@@ -4,15 +4,22 @@ for tensors of torch.
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from ..engine import metrics as ours
 from ..errors import ConfigError
+from ..metrics import check_mean
+from ..train import WholeSet
 from . import huggingface
+from .seeded import put_back, states
 
 Metric = Callable[[Any, Any], Any]
 
@@ -76,6 +83,77 @@ def sums(metrics: dict[str, Metric], out: Any, y: Any, samples: int) -> list[flo
             totals.append(float(value.flatten(1).mean(1).sum() if value.dim() > 1 else value.sum()))
             totals[-1] *= 1 if value.dim() else samples
     return totals
+
+
+class ModuleWholeSet(WholeSet):
+    """Metrics of the whole set that get tensors."""
+
+    def to_array(self, value: Any) -> np.ndarray:
+        if not isinstance(value, torch.Tensor):
+            return np.asarray(value)
+        value = value.detach().cpu()
+        return (value.float() if value.dtype == torch.bfloat16 else value).numpy().copy()
+
+    def from_array(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array)
+
+
+def check_means(metrics: dict[str, Metric], out: Any, y: Any, samples: int) -> None:
+    """Raises ConfigError if a function of the user's is no mean over samples, on this shard or one
+    with random outputs.
+
+    A model that predicts one class for all samples has an F1 of 0 in any part of a shard. So the
+    second comparison takes random numbers in the range of the outputs.
+    """
+    leaves, _ = pytree.tree_flatten((out, y))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if len(tensors) < len(leaves) or any(t.shape[:1] != (samples,) for t in tensors):
+        return
+    half = samples // 2
+    bounds = ((0, samples), (0, half), (half, samples))
+    generators = states()
+    ours = (accuracy, *NAMED.values())
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, function in metrics.items():
+            if function in ours or getattr(function, "func", None) is top_k:
+                continue
+            for outputs in (out, _random_like(out)):
+                try:
+                    metric = copy.deepcopy(function)  # it may count its calls
+                    parts = [
+                        torch.as_tensor(metric(*_rows((outputs, y), lo, hi))).float()
+                        for lo, hi in bounds
+                    ]
+                # what is wrong with it is reported where it is summed
+                except Exception:
+                    break
+                if any(part.numel() != 1 or part.dim() for part in parts):
+                    break
+                value, *halves = map(float, parts)
+                check_mean(name, value, [(halves[0], half), (halves[1], samples - half)])
+    put_back(generators)
+
+
+def _rows(tree: Any, lo: int, hi: int) -> Any:
+    """Returns copies of rows lo to hi of all tensors of a tree."""
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.detach()[lo:hi].clone(), tree)
+
+
+def _random_like(tree: Any) -> Any:
+    """Returns a tree with random numbers in the range of the numbers of its tensors of floats."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        lowest, highest = torch.aminmax(tensor.detach().float())
+        if not highest > lowest:
+            return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        uniform = torch.rand(tensor.shape, generator=generator)
+        return (lowest + uniform * (highest - lowest)).to(tensor.dtype)
+
+    return pytree.tree_map_only(torch.Tensor, draw, tree)
 
 
 def _of_classes(out: Any, y: Any) -> bool:

@@ -88,6 +88,8 @@ class ModuleStepper(Stepper):
         self.comm = comm
         self.say = say
         self._loss_checked = False
+        self._metrics_checked = False
+        self._whole_set: metric_sums.ModuleWholeSet | None = None  # of the open batch
 
     @property
     def partial(self) -> bool:
@@ -129,11 +131,22 @@ class ModuleStepper(Stepper):
         if self.scheduler is not None and not self.per_epoch:
             self.scheduler.step()
 
-    def run(self, batch: datasets.Batch, step: int, train: bool = True) -> BatchSums:
+    def run(
+        self,
+        batch: datasets.Batch,
+        step: int,
+        train: bool = True,
+        whole_set: metric_sums.ModuleWholeSet | None = None,
+    ) -> BatchSums:
         """Runs this rank's shards of a batch, and returns the sums over the shards of all ranks.
 
         A collective call. If a rank's part fails, all ranks raise its error.
+
+        whole_set: collects what its metrics need of the shards.
         """
+        self._whole_set = whole_set
+        if whole_set is not None:
+            whole_set.begin()
         samples = len(batch.indices)
         outcome = self.shards.begin(samples, train)
         joined: WholeBatchLoss | None = None
@@ -156,7 +169,7 @@ class ModuleStepper(Stepper):
                 with self._watching_forward():
                     x, y = part(batch, lo, hi)
                     if joined is None:
-                        self._run_shard(x, y, hi - lo, train)
+                        self._run_shard(x, y, lo, hi - lo, train)
                     else:
                         self._run_second_pass(joined, x, y, lo, hi, samples, train)
                 if train and self.forward_check.is_due:
@@ -197,8 +210,10 @@ class ModuleStepper(Stepper):
         # with zero=3 forward() of one rank would wait for the others
         self.forward_check.end(None if self.zero == 3 and self.comm.size > 1 else compute)
 
-    def _run_shard(self, x: Any, y: Any, samples: int, train: bool) -> None:
+    def _run_shard(self, x: Any, y: Any, lo: int, samples: int, train: bool) -> None:
         """Runs forward and, if `train`, backward of a shard, and counts its loss and metrics.
+
+        lo: the first sample of the shard.
 
         Shards add up sums, so a mean over the shard's samples is multiplied by their number.
         """
@@ -209,9 +224,20 @@ class ModuleStepper(Stepper):
         if train:
             with slot.span("backward"):
                 (loss if weight == 1 else loss * weight).backward()
-        self.shards.count(
-            float(loss.detach()) * weight, *metric_sums.sums(self.metrics, out, y, samples)
-        )
+        self.shards.count(float(loss.detach()) * weight, *self._measure(out, y, lo, samples))
+
+    def _measure(self, out: Any, y: Any, lo: int, samples: int) -> list[float]:
+        """Returns the sums of the metrics over a shard, and collects what others need of it.
+
+        The first shard shows whether each metric is a mean. Rank 0 has it.
+        """
+        if not lo and not self._metrics_checked and samples > 1:
+            self._metrics_checked = True
+            metric_sums.check_means(self.metrics, out, y, samples)
+        if self._whole_set:
+            with torch.no_grad():
+                self._whole_set.collect(lo, *huggingface.compared(out, y))
+        return metric_sums.sums(self.metrics, out, y, samples)
 
     def _compute_output(self, x: Any, y: Any) -> tuple[Any, Any]:
         """Returns the output of forward() for a shard, and the target for the loss."""
@@ -285,7 +311,7 @@ class ModuleStepper(Stepper):
             with slot.span("backward"):
                 joined.backward(lo, hi, out)
         part_of = (hi - lo) / samples if self._loss_is_sum else hi - lo
-        self.shards.count(joined.loss * part_of, *metric_sums.sums(self.metrics, out, y, hi - lo))
+        self.shards.count(joined.loss * part_of, *self._measure(out, y, lo, hi - lo))
 
     def _check_loss(self, batch: datasets.Batch, samples: int) -> None:
         """Reports to the user if the loss is not a mean over samples: shards change its value then.

@@ -29,7 +29,7 @@ from ..nn import in_mode
 from ..parallel import Mesh, Strategy
 from ..settings import Training
 from ..settings import declarations as declaration
-from ..train import BatchSharing, Trainer, compare_settings, roots_of, spread
+from ..train import BatchSharing, Trainer, compare_settings, roots_of, split_metrics, spread
 from . import metrics as metric_sums
 from .arguments import check_arguments
 from .captured import kept_by_trainer
@@ -121,6 +121,8 @@ class DistributedTrainer(Trainer):
         self.scheduler = scheduler
         self.gather = gather
         self.metrics = metric_sums.chosen(metrics)
+        summed_metrics, whole_metrics = split_metrics(self.metrics)
+        self.whole_set = metric_sums.ModuleWholeSet(whole_metrics, self.comm)
         self.threads = threads
         self.deterministic = deterministic
         self.zero = training.zero
@@ -141,7 +143,7 @@ class DistributedTrainer(Trainer):
             mesh=self.mesh,
         )
         self.shards.counts = self.layout.counts
-        self._assemble(loss, per_epoch=scheduler_interval == "epoch")
+        self._assemble(loss, summed_metrics, per_epoch=scheduler_interval == "epoch")
         compare_settings(self.comm, training, {"zero": self.zero})
         self.shards.agree(self.training_state.description)
         self.stepper.parts.agree()
@@ -170,7 +172,7 @@ class DistributedTrainer(Trainer):
             )
         return Shards(self.module, self.comm, self.strategy, **options)
 
-    def _assemble(self, loss: Any, per_epoch: bool) -> None:
+    def _assemble(self, loss: Any, summed_metrics: dict[str, Any], per_epoch: bool) -> None:
         """Creates the parts of the trainer."""
         settings = self.settings
         parts = OptimizerParts(self.optimizer, self.shards, self.arena, self.comm, self.zero)
@@ -190,7 +192,7 @@ class DistributedTrainer(Trainer):
             loss=loss,
             scheduler=self.scheduler,
             per_epoch=per_epoch,
-            metrics=self.metrics,
+            metrics=summed_metrics,
             gather=self.gather,
             shards=self.shards,
             parts=parts,
@@ -237,7 +239,8 @@ class DistributedTrainer(Trainer):
         self.stepper.prepare(self.context.cursor.epoch)
         rate = self.rate
         self.checks.watch.batch(batch, self.steps)
-        sums = self.stepper.run(batch, self.steps)
+        sums = self.stepper.run(batch, self.steps, whole_set=self._epoch_set)
+        values = self._epoch_set.exchange()
         self._check_route(len(batch.indices))
         with slot.span("optimizer"):
             applied = self.stepper.commit(sums)
@@ -247,7 +250,7 @@ class DistributedTrainer(Trainer):
         else:
             quantity = "gradient" if math.isfinite(sums.loss) else "loss"
             self.loop.handle_nonfinite(batch, quantity, rate)
-        return self._count_step(sums, applied, rate)
+        return self._count_step(sums, values, applied, rate)
 
     def _share_out(self, batch: datasets.Batch) -> None:
         """Decides the shards of a batch, and which ranks have them."""
@@ -264,12 +267,14 @@ class DistributedTrainer(Trainer):
         if not self.stepper.partial:
             self.sharing.check_route([self.shards.prepared(samples).reduction], samples)
 
-    def _count_step(self, sums: BatchSums, applied: bool, rate: float) -> Step:
+    def _count_step(
+        self, sums: BatchSums, values: dict[str, Any], applied: bool, rate: float
+    ) -> Step:
         """Counts a step that all ranks have taken or skipped, and returns it."""
         self.stepper.steps += 1
         metrics = self.stepper.measured(sums)
         correct = metrics.get("accuracy", 0.0)
-        self.last = Step(sums.loss, correct, rate, applied, None, metrics)
+        self.last = Step(sums.loss, correct, rate, applied, None, metrics, values)
         return self.last
 
     # --- the learning rate ---
@@ -304,16 +309,19 @@ class DistributedTrainer(Trainer):
 
     def evaluate(self, loader: Any) -> Evaluation:
         """Mean loss and metrics over a data set or loader, in eval mode."""
+        whole_set = self.whole_set.fresh()
 
         def sums(
             batch: datasets.Batch, number: int
         ) -> tuple[float, float, dict[str, float], float]:
-            batch_sums = self.stepper.run(batch, number, train=False)
+            batch_sums = self.stepper.run(batch, number, train=False, whole_set=whole_set)
+            whole_set.update(whole_set.exchange(), len(batch.indices))
             metrics = self.stepper.measured(batch_sums)
             return batch_sums.loss, metrics.get("accuracy", 0.0), metrics, batch_sums.samples
 
         with self._evaluating():
-            return self._evaluation(self.feed.evaluated(loader, self.context.batch_size), sums)
+            batches = self.feed.evaluated(loader, self.context.batch_size)
+            return self._evaluation(batches, sums, whole_set)
 
     def predict(self, loader: Any) -> torch.Tensor:
         """Returns what the module gives in eval mode for all samples, in order, whole on every

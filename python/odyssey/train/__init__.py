@@ -30,5 +30,6 @@ __getattr__, __dir__, __all__ = attach(
         "train.state": "CAPTURED as_json",
         "train.construction": "shard_size_of",
         "train.trainer": "DistributedTrainer",
+        "train.whole_set": "WholeSet split_metrics",
     },
 )

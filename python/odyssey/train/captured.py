@@ -12,9 +12,11 @@ from ..capture import Edge, Place, edges_of_object, register_edges, register_wal
 from ..core.tensor import Parameter
 from ..data import DataLoader, transforms
 from ..data.datasets import Described
+from ..metrics import Metric
 from ..nn import Module
 from ..optim import LambdaLR, Optimizer
 from .loader_state import is_stateful
+from .whole_set import WholeSet
 
 if TYPE_CHECKING:
     from .trainer_base import Trainer
@@ -41,6 +43,7 @@ def roots_of(trainer: Trainer) -> dict[str, Any]:
         "scheduler": parts.get("scheduler"),
         "schedule": parts.get("schedule"),
         "metrics": parts.get("metrics"),
+        "whole set": parts.get("whole_set"),
         **_roots_of_loader(context.loader),
         **callbacks,
     }
@@ -114,5 +117,7 @@ register_walkable(
     LambdaLR,
     Callback,
     Described,
+    Metric,
+    WholeSet,
     *(one for one in vars(transforms).values() if isinstance(one, type)),
 )

@@ -93,6 +93,7 @@ class Loop:
         compared_data = trainer.feed.compare(train_loader, val_loader, context)
         trainer.begin_fit(context, compared_data)
         context.figures = self._figures(context, val_loader is not None)
+        trainer.whole_set.reset()
         session = Session(trainer, train_loader, context)
         self.session = session
         try:
@@ -257,7 +258,8 @@ class Loop:
             (after - before) / steps
             for after, before in zip(trainer.traffic(), sent_before, strict=True)
         ]
-        record = _record_of(context.cursor.epoch + 1, tally, seconds, sent)
+        means = {**tally.means(), **trainer.whole_set.results(tally.counted)}
+        record = _record_of(context.cursor.epoch + 1, tally, means, seconds, sent)
         context.record = record
         if val_loader is not None:
             evaluation = trainer.evaluate(val_loader)
@@ -336,9 +338,13 @@ class Loop:
             raise Rollback
 
 
-def _record_of(epoch: int, tally: Tally, seconds: float, sent: Sequence[float]) -> dict[str, Any]:
-    """Returns an epoch's record, before its evaluation. sent: bytes per step, as SENT names."""
-    means = tally.means()
+def _record_of(
+    epoch: int, tally: Tally, means: dict[str, float], seconds: float, sent: Sequence[float]
+) -> dict[str, Any]:
+    """Returns an epoch's record, before its evaluation.
+
+    means: of the epoch, and its metrics of the whole set. sent: bytes per step, as SENT names.
+    """
     return {
         "epoch": epoch,
         **{f"train_{name}": value for name, value in means.items()},

@@ -287,6 +287,36 @@ def spread(comm: Communicator, value: Any, root: int = 0) -> Any:
     return read(text, exchange_array)
 
 
+def gather_trees(comm: Communicator, value: Any) -> list[Any]:
+    """Returns the trees of JSON's values and arrays of all ranks, by rank; a collective call.
+
+    Tuples become lists. Ranks may have different trees.
+    """
+    if comm.size == 1:
+        return [value]
+    text, arrays = pack_tree(value)
+    head = np.array([len(text)], np.int64)
+    parts = [head.tobytes(), text, *(array.tobytes() for array in arrays)]
+    payload = np.frombuffer(b"".join(parts), np.uint8)
+    return [_unpack_tree(part) for part in comm.all_gather_each(payload)]
+
+
+def _unpack_tree(payload: np.ndarray) -> Any:
+    """Returns the tree of one rank, of the bytes that `gather_trees` sends."""
+    length = int(np.frombuffer(payload[:8].tobytes(), np.int64)[0])
+    rest = payload[8 + length :].tobytes()
+    offset = 0
+
+    def take(dtype: str, shape: list[int]) -> np.ndarray:
+        nonlocal offset
+        count = int(np.prod(shape, dtype=np.int64))
+        array = np.frombuffer(rest, dtype, count, offset).reshape(shape)
+        offset += array.nbytes
+        return array
+
+    return read(payload[8 : 8 + length].tobytes(), take)
+
+
 def by_first(comm: Communicator, act: Callable[[], Any]) -> Any:
     """Calls `act` on rank 0, and returns its result on all ranks; a collective call.
 

@@ -677,9 +677,9 @@ class Session:
         if context.finished is not None and (
             context.limit is None or context.limit > context.history.steps
         ):
-            context.tally = Tally()
+            self._reset_sums()
             self._finish_training()
-        context.tally = Tally()
+        self._reset_sums()
         self._seconds_before = 0.0
         self._measured_since = time.perf_counter()
         old_cursor = context.cursor
@@ -870,6 +870,11 @@ class Session:
             "origin": self._origin,
             "recipe": trained_models.recipe(self.trainer, self.loader),
         }
+
+    def _reset_sums(self) -> None:
+        """Forgets the sums and values of an epoch that has its record."""
+        self.context.tally = Tally()
+        self.trainer.whole_set.reset()
 
     def end(self) -> None:
         """Writes the last checkpoint of a complete training run.

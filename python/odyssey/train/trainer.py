@@ -45,6 +45,7 @@ from .sharing import BatchSharing
 from .state import EngineState
 from .stepper import EngineStepper
 from .trainer_base import Trainer
+from .whole_set import WholeSet, split_metrics
 
 __all__ = ["DistributedTrainer", "Evaluation", "History", "write_weights"]
 
@@ -140,6 +141,13 @@ class DistributedTrainer(Trainer):
         self.loss = construction.make_loss(loss, model)
         groups = Groups(comm, self.mesh)
         self.metrics = None if metrics is None else chosen(metrics)
+        self._summed_metrics, whole_metrics = split_metrics(self.metrics or {})
+        self.whole_set = WholeSet(whole_metrics, comm)
+        if whole_metrics and devices:
+            raise ConfigError(
+                f"[train] the metric {next(iter(whole_metrics))} needs the outputs of all samples, "
+                "which GPUs don't keep; use device='cpu', or compute it from trainer.predict()"
+            )
         self._assemble(*self._engines(strategy, groups, team))
 
     # --- construction ---
@@ -200,8 +208,9 @@ class DistributedTrainer(Trainer):
         common: dict[str, Any] = {
             "precision": self.settings.precision,
             "conv_algorithm": self.settings.conv_algorithm,
-            "metrics": self.metrics,
+            "metrics": None if self.metrics is None else self._summed_metrics,
             "team": team,
+            "keeps": bool(self.whole_set),
         }
         parts = (self.model, self.loss, self.arena)
         layout = self.layout
@@ -210,6 +219,12 @@ class DistributedTrainer(Trainer):
         if strategy.reduction in MODES and self.comm.size > 1:
             asynchronous = registry.load("modes", strategy.reduction)
             self.mode = asynchronous.mode(self, strategy)
+            if self.whole_set:
+                raise ConfigError(
+                    f"[train] the metric {next(iter(self.whole_set.metrics))} needs the outputs of "
+                    f"all ranks, which take steps apart with reduction={strategy.reduction!r}; use "
+                    "reduction='tree', or a metric that is a mean over samples"
+                )
             layout, training_groups = asynchronous.alone(self.layout, self.comm)
             seed = (seed + SEED_STRIDE * self.comm.rank) % 2**63
         engine = Engine(
@@ -321,13 +336,27 @@ class DistributedTrainer(Trainer):
         if not self.stepper.is_recorded:
             self.stepper.check_loss(part)
         sums = self.stepper.run(part)
+        values = self._exchange(part, self._epoch_set, self.stepper.engine)
         self._begin_with(sums, len(batch.indices))
         rate = self.learning_rate.of_step(self.steps)
         applied = self.stepper.commit(sums, rate)
         if not self.stepper.alike:
             self.checks.raise_divergence(self.stepper.engine, part)
         self._judge(sums, applied, part, rate)
-        return self._count_step(sums, applied, rate)
+        return self._count_step(sums, values, applied, rate)
+
+    def _exchange(
+        self, batch: datasets.Batch, whole_set: WholeSet, engine: Engine
+    ) -> dict[str, Any]:
+        """Returns what metrics of the whole set add of the batch that was just run; collective."""
+        if not whole_set:
+            return {}
+        whole_set.begin()
+        with resume.on_all_ranks(self.comm):
+            rank_part = engine.kept(batch)
+            if rank_part is not None:
+                whole_set.collect(*rank_part)
+        return whole_set.exchange()
 
     def _share_out(self, batch: datasets.Batch) -> None:
         """Decides what goes by the size of a batch: rate, shards, and which ranks have them."""
@@ -371,11 +400,13 @@ class DistributedTrainer(Trainer):
             self.stepper.engine.updated()
             self.numerics.fine()
 
-    def _count_step(self, sums: Sums, applied: bool, rate: float) -> Step:
+    def _count_step(
+        self, sums: Sums, values: dict[str, Any], applied: bool, rate: float
+    ) -> Step:
         """Counts a step that all ranks have taken or skipped, and returns it."""
         self.stepper.steps += 1
         metrics = self.stepper.measured(sums)
-        self.last = Step(sums.loss, sums.correct, rate, applied, sums.updates, metrics)
+        self.last = Step(sums.loss, sums.correct, rate, applied, sums.updates, metrics, values)
         self.mode.stepped()
         team = self.stepper.engine.team
         while team is not None and team.notes:
@@ -393,6 +424,7 @@ class DistributedTrainer(Trainer):
         loader = in_batches(loader)
         data = loader.dataset if isinstance(loader, datasets.DataLoader) else loader
         compared_data = data if isinstance(data, datasets.ArrayDataset) else None
+        whole_set = self.whole_set.fresh()
         if compared_data is not None:
             agreement.data_set(self.comm, compared_data, "validation")
 
@@ -404,10 +436,11 @@ class DistributedTrainer(Trainer):
             if not engine.alike:
                 self.checks.raise_divergence(engine, batch)
             metrics = engine.measured(batch_sums)
+            whole_set.update(self._exchange(batch, whole_set, engine), len(batch.indices))
             return batch_sums.loss, batch_sums.correct, metrics, batch_sums.samples
 
         batches = iter(evaluated(loader, self.feed.part(training=False)))
-        evaluation = self._evaluation(engine.ahead(batches), sums, compared_data)
+        evaluation = self._evaluation(engine.ahead(batches), sums, whole_set, compared_data)
         slot.phase("compute")
         return evaluation
 

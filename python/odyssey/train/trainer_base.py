@@ -43,6 +43,7 @@ from .rank_checks import RankChecks
 from .reporter import Reporter
 from .resume import expand_place
 from .sharing import BatchSharing
+from .whole_set import WholeSet
 
 
 @uncopied(
@@ -64,6 +65,7 @@ class Trainer:
     capture: Capture
     layout: Any  # engine.layout.Layout
     metrics: Any  # by name; None: accuracy, where targets are classes
+    whole_set: WholeSet  # the metrics of the whole set, of the epoch that is under way
     callbacks: list[Callback]  # those that the environment asks for
     context: Context  # of the fit() that is under way, or the last one
     workers: int  # that share out a batch
@@ -285,6 +287,7 @@ class Trainer:
         tally.steps = tally.steps + 1
         if math.isfinite(step.loss):  # a step that was skipped may have no loss
             tally.add(step.loss, step.correct, step.metrics, n)
+            self.whole_set.update(step.values, n)
         context.batch = batch
         context.step = step
         # that of the samples it is of
@@ -299,6 +302,14 @@ class Trainer:
     def take_steps(self, batches: Iterable[datasets.Batch], limit: int | None) -> None:
         """Takes a step for each of the batches, at most `limit`."""
         self.loop.take_steps(batches, limit)
+
+    @property
+    def _epoch_set(self) -> WholeSet:
+        """The metrics of the whole set that steps add to. Outside of fit() there are none, because
+        only its epochs have an end.
+        """
+        in_fit = self.loop.session is not None
+        return self.whole_set if in_fit else type(self.whole_set)({}, self.comm)
 
     @property
     def base_rate(self) -> float:
@@ -325,12 +336,14 @@ class Trainer:
         self,
         batches: Iterable[datasets.Batch],
         sums: Callable[[datasets.Batch, int], tuple[float, float, dict[str, float], float]],
+        whole_set: WholeSet,
         compared_data: datasets.ArrayDataset | None = None,
     ) -> Evaluation:
-        """Returns means over some batches.
+        """Returns means over some batches, and metrics of all of them.
 
         Args:
             sums: gives (loss, correct, metrics, samples) of a batch and its number.
+            whole_set: the metrics that `sums` adds the batch to.
             compared_data: the data of the batches, if all bytes were compared.
         """
         total = Tally()
@@ -342,7 +355,7 @@ class Trainer:
         watch.end()
         if not total.counted:
             raise ConfigError("[evaluate] the data set is empty; give at least one sample")
-        means = total.means()
+        means = {**total.means(), **whole_set.results(total.counted)}
         return Evaluation(means["loss"], means.get("accuracy"), int(total.counted), means)
 
     # --- checkpoints ---

@@ -1,0 +1,160 @@
+"""Metrics of the whole set (`odyssey.metrics`), while their samples are added.
+
+Each rank collects what the metrics need of its shards. `exchange` sends that to all ranks, in the
+order of the samples, so all ranks add the same values in the same order and compute the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..data.nested import mapped
+from ..errors import ConfigError
+from ..metrics import Metric, is_of_whole_set
+from .resume import gather_trees
+
+if TYPE_CHECKING:
+    from ..comm import Communicator
+
+
+class WholeSet:
+    """The metrics of the whole set of one epoch, or of one evaluation.
+
+    Args:
+        metrics: by name; the objects are copied.
+        comm: all ranks.
+
+    Attributes:
+        metrics: the copies, which samples are added to.
+        counted: how many samples were added.
+    """
+
+    _shards: list[list[Any]]  # [first sample, values by metric] of this rank, in the open batch
+
+    def __init__(self, metrics: dict[str, Any], comm: Communicator) -> None:
+        self.metrics = {name: self._copied(metric) for name, metric in metrics.items()}
+        self.comm = comm
+        self.begin()
+        self.reset()
+
+    def __bool__(self) -> bool:
+        return bool(self.metrics)
+
+    @staticmethod
+    def _copied(metric: Any) -> Any:
+        """Returns a copy of a metric that doesn't communicate, as those of torchmetrics would."""
+        one = copy.deepcopy(metric)
+        if hasattr(one, "sync_on_compute"):
+            one.sync_on_compute = False
+            one.dist_sync_on_step = False
+        return one
+
+    def fresh(self) -> WholeSet:
+        """Returns the same metrics without samples, for an evaluation."""
+        return type(self)(self.metrics, self.comm)
+
+    def reset(self) -> None:
+        """Forgets all samples."""
+        self.counted = 0
+        for metric in self.metrics.values():
+            metric.reset()
+
+    # --- a batch ---
+
+    def begin(self) -> None:
+        """Starts a batch."""
+        self._shards = []
+
+    def collect(self, first: int, output: Any, target: Any) -> None:
+        """Takes what the metrics need of a shard, or several, of this rank.
+
+        first: the number of its first sample in the batch.
+        """
+        self._shards.append(
+            [
+                first,
+                {
+                    name: mapped(self.to_array, _values_of(metric, output, target))
+                    for name, metric in self.metrics.items()
+                },
+            ]
+        )
+
+    def exchange(self) -> dict[str, tuple[Any, ...]]:
+        """Returns the values of all shards by metric, joined in order; a collective call.
+
+        It also ends the batch.
+        """
+        if not self.metrics:
+            return {}
+        everything = [shard for shards in gather_trees(self.comm, self._shards) for shard in shards]
+        self._shards = []
+        everything.sort(key=lambda shard: shard[0])
+        return {
+            name: tuple(_joined([values[name] for _, values in everything]))
+            for name in self.metrics
+        }
+
+    def update(self, values: dict[str, tuple[Any, ...]], samples: int) -> None:
+        """Adds the values of a batch, as `exchange` returned them."""
+        for name, parts in values.items():
+            self.metrics[name].update(*mapped(self.from_array, parts))
+        self.counted += samples
+
+    def results(self, counted: float) -> dict[str, float]:
+        """Returns the metrics by name.
+
+        counted: the samples of the epoch. If others were added, as after a resume in the middle of
+        an epoch with a metric that is new, there are no results.
+
+        Raises ConfigError: a metric returns no single number.
+        """
+        if self.counted != counted:
+            return {}
+        return {name: _as_number(name, metric.compute()) for name, metric in self.metrics.items()}
+
+    # --- what a front end has instead of arrays ---
+
+    def to_array(self, value: Any) -> np.ndarray:
+        """Returns a value that a metric keeps of a shard as an array."""
+        return np.asarray(value)
+
+    def from_array(self, array: np.ndarray) -> Any:
+        """Returns an array as what metrics get."""
+        return array
+
+
+def split_metrics(metrics: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the metrics that are summed over samples, and those of the whole set."""
+    whole = {name: metric for name, metric in metrics.items() if is_of_whole_set(metric)}
+    return {name: metric for name, metric in metrics.items() if name not in whole}, whole
+
+
+def _values_of(metric: Any, output: Any, target: Any) -> tuple[Any, ...]:
+    """Returns what is kept of a shard: output and target, unless the metric says otherwise."""
+    return tuple(metric.values(output, target)) if isinstance(metric, Metric) else (output, target)
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Returns one tree of arrays, of trees of one form, joined along the first axis."""
+    first = parts[0]
+    if isinstance(first, dict):
+        return {name: _joined([part[name] for part in parts]) for name in first}
+    if isinstance(first, (list, tuple)):
+        return tuple(_joined(list(column)) for column in zip(*parts, strict=True))
+    return np.concatenate(parts)
+
+
+def _as_number(name: str, value: Any) -> float:
+    """Returns the result of a metric as a float. Raises ConfigError: it is no single number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as problem:
+        raise ConfigError(
+            f"[train] the metric {name} computed {str(value)[:60]!r}; expected one number, so use "
+            "an average over classes, or one metric for each number"
+        ).on_all_ranks() from problem
+
