@@ -112,7 +112,7 @@ def test_what_is_no_loader_is_refused(loader: object) -> None:
             {"loss": nn.MSELoss},
             r"loss is the class MSELoss; give a function of \(output, target\), such as",
         ),
-        ({"metrics": ["f1"]}, "there is no metric 'f1'; give one of accuracy, mae, mse, top5"),
+        ({"metrics": ["f3"]}, "there is no metric 'f3'; give one of accuracy, mae, mse, top5"),
     ],
 )
 def test_what_is_no_loss_or_metric_is_refused(given: dict[str, object], says: str) -> None:

@@ -586,7 +586,7 @@ def test_metrics_that_cannot_be_summed_are_refused():
     with pytest.raises(ConfigError, match="must give a value of each sample"):
         made(net(), metrics={"wrong": lambda out, y: out[:3]}).fit([(X, Y)])
     with pytest.raises(ConfigError, match="one of accuracy, mae, mse, top5"):
-        made(net(), metrics=["f1"])
+        made(net(), metrics=["f3"])
 
 
 def test_a_regression_has_no_accuracy():

@@ -17,6 +17,7 @@ folder.
 | recordings | free | a Callback, made with (file, run, table), for fit(trace=, profile=) |
 | trainers | `backend` of DistributedConfig | makes a trainer of a torch module: (model, optimizer, **settings) |
 | weights | a framework | a module with to_torch(arrays, model), which puts weights into a model of it |
+| tensors | a framework | turns an array into a tensor of it, for its metrics |
 | formats | of `odyssey export --format` | (model or None, arrays by name, shape of a sample or None) -> bytes |
 """  # noqa: E501 - a table
 

@@ -700,8 +700,8 @@ class Capture:
         current_roots = self._roots()
 
         def is_there(root: str) -> bool:
-            """Tells whether a root exists: a callback may be left out of a resumed run."""
-            return root in current_roots or not root.startswith("callbacks.")
+            """Tells whether a root exists: a resumed run may have no such callback or metric."""
+            return root in current_roots or not root.startswith(("callbacks.", "metrics."))
 
         self._check_built(saved, name)
         self.by_forward.update(saved["by forward"])

@@ -163,8 +163,8 @@ class Engine:
             self._check_labels(batch.dataset)
         return sums
 
-    def loss_in_shards(self, batch: Batch, size: int) -> float:
-        """Returns the mean loss of a batch, computed in shards of another size.
+    def means_in_shards(self, batch: Batch, size: int) -> dict[str, float]:
+        """Returns the mean "loss" of a batch and its metrics, computed in shards of another size.
 
         Runners and memory for this size are dropped afterwards.
         """
@@ -175,7 +175,8 @@ class Engine:
         self.shard_size = size
         try:
             sums = self.run(batch, step=0)
-            return sums.loss / sums.samples
+            totals = {**self.measured(sums), "loss": sums.loss}
+            return {name: total / sums.samples for name, total in totals.items()}
         finally:
             self.shard_size = usual_size
             self.storage = usual_storage

@@ -18,7 +18,7 @@ from ..core.program import Recorder, ShardEager
 from ..core.tensor import Tensor, no_grad
 from ..data.nested import Form
 from ..errors import ConfigError, OdysseyError
-from ..metrics import is_of_whole_set
+from ..metrics import AUC, F1, R2, Correlation, Precision, Recall, is_of_whole_set
 
 Metric = Callable[[Any, Any], Tensor]
 # places among the statistics: of correct predictions, of metrics, behind these
@@ -27,6 +27,15 @@ FIRST_METRIC = 4
 END_METRIC = 16
 
 METRICS_BY_NAME: dict[str, Metric] = {"accuracy": F.top_k, "mae": F.l1_loss, "mse": F.mse_loss}
+#: Metrics of the whole set by name, for odyssey's and PyTorch's modules.
+WHOLE_SET_BY_NAME = {
+    "auc": AUC(),
+    "correlation": Correlation(),
+    "f1": F1(),
+    "precision": Precision(),
+    "r2": R2(),
+    "recall": Recall(),
+}
 
 
 def chosen(
@@ -43,17 +52,22 @@ def chosen(
             f"[train] metrics is {metrics!r}; give a dict of names and functions, or a list of "
             "names"
         )
-    selected = {}
+    selected: dict[str, Any] = {}
+    names = f"{', '.join(by_name)}, top5 (any number), {', '.join(WHOLE_SET_BY_NAME)}"
     for name in metrics:
         metric = metrics[name] if isinstance(metrics, dict) else name
         top = re.fullmatch(r"top([1-9]\d*)", metric) if isinstance(metric, str) else None
         selected[name] = (
-            functools.partial(top_k, k=int(top[1])) if top else by_name.get(metric, metric)
+            functools.partial(top_k, k=int(top[1]))
+            if top
+            else {**WHOLE_SET_BY_NAME, **by_name}.get(metric, metric)
+            if isinstance(metric, str)
+            else metric
         )
         if isinstance(selected[name], str):
             raise ConfigError(
-                f"[train] there is no metric {metric!r}; give one of {', '.join(by_name)}, top5 "
-                "(any number), or in Python a dict of names and functions of (output, target)"
+                f"[train] there is no metric {metric!r}; give one of {names}, or in Python a dict "
+                "of names and functions of (output, target) or objects of odyssey.metrics"
             )
         if isinstance(selected[name], type) and hasattr(selected[name], "compute"):
             raise ConfigError(
@@ -68,7 +82,7 @@ def chosen(
         ):
             raise ConfigError(
                 f"[train] metrics has {name!r}: {metric!r}; allowed are words, with functions of "
-                f"(output, target) or one of {', '.join(by_name)}, top5 (any number)"
+                f"(output, target), objects of odyssey.metrics, or one of {names}"
             )
     summed = [metric for metric in selected.values() if not is_of_whole_set(metric)]
     if len(summed) > (max_metrics := END_METRIC - FIRST_METRIC):
@@ -77,6 +91,16 @@ def chosen(
             "some out"
         )
     return selected
+
+
+def own_functions(metrics: dict[str, Metric] | None) -> list[str]:
+    """Returns the names of the metrics that are functions of the user's, not odyssey's."""
+    ours = METRICS_BY_NAME.values()
+    return [
+        name
+        for name, metric in (metrics or {}).items()
+        if metric not in ours and getattr(metric, "func", None) is not F.top_k
+    ]
 
 
 def record(

@@ -95,7 +95,13 @@ class ModuleWholeSet(WholeSet):
         return (value.float() if value.dtype == torch.bfloat16 else value).numpy().copy()
 
     def from_array(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array)
+        return tensor_of(array)
+
+
+def tensor_of(array: np.ndarray) -> torch.Tensor:
+    """Returns an array as a tensor; int32, as odyssey's modules have class numbers, as int64."""
+    tensor = torch.from_numpy(array)
+    return tensor.long() if tensor.dtype == torch.int32 else tensor
 
 
 def check_means(metrics: dict[str, Metric], out: Any, y: Any, samples: int) -> None:

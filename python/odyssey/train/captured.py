@@ -16,7 +16,7 @@ from ..metrics import Metric
 from ..nn import Module
 from ..optim import LambdaLR, Optimizer
 from .loader_state import is_stateful
-from .whole_set import WholeSet
+from .whole_set import Running
 
 if TYPE_CHECKING:
     from .trainer_base import Trainer
@@ -43,7 +43,7 @@ def roots_of(trainer: Trainer) -> dict[str, Any]:
         "scheduler": parts.get("scheduler"),
         "schedule": parts.get("schedule"),
         "metrics": parts.get("metrics"),
-        "whole set": parts.get("whole_set"),
+        **({} if "whole_set" not in parts else parts["whole_set"].roots()),
         **_roots_of_loader(context.loader),
         **callbacks,
     }
@@ -118,6 +118,6 @@ register_walkable(
     Callback,
     Described,
     Metric,
-    WholeSet,
+    Running,
     *(one for one in vars(transforms).values() if isinstance(one, type)),
 )

@@ -221,7 +221,7 @@ class DistributedTrainer(Trainer):
             self.mode = asynchronous.mode(self, strategy)
             if self.whole_set:
                 raise ConfigError(
-                    f"[train] the metric {next(iter(self.whole_set.metrics))} needs the outputs of "
+                    f"[train] the metric {next(iter(self.whole_set.running))} needs the outputs of "
                     f"all ranks, which take steps apart with reduction={strategy.reduction!r}; use "
                     "reduction='tree', or a metric that is a mean over samples"
                 )
@@ -335,6 +335,7 @@ class DistributedTrainer(Trainer):
             return self._absent_step()
         if not self.stepper.is_recorded:
             self.stepper.check_loss(part)
+            self.stepper.check_metrics(part)
         sums = self.stepper.run(part)
         values = self._exchange(part, self._epoch_set, self.stepper.engine)
         self._begin_with(sums, len(batch.indices))
@@ -432,6 +433,7 @@ class DistributedTrainer(Trainer):
             batch: datasets.Batch, number: int
         ) -> tuple[float, float, dict[str, float], float]:
             self.checks.compare_programs(batch, engine)
+            self.stepper.check_metrics(batch)
             batch_sums = engine.run(batch, 0)
             if not engine.alike:
                 self.checks.raise_divergence(engine, batch)

@@ -7,10 +7,12 @@ order of the samples, so all ranks add the same values in the same order and com
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..base import registry
 from ..data.nested import mapped
 from ..errors import ConfigError
 from ..metrics import Metric, is_of_whole_set
@@ -18,6 +20,14 @@ from .resume import gather_trees
 
 if TYPE_CHECKING:
     from ..comm import Communicator
+
+
+@dataclasses.dataclass(eq=False)
+class Running:
+    """A metric that samples are being added to, and how many were added."""
+
+    metric: Any
+    counted: int = 0
 
 
 class WholeSet:
@@ -28,20 +38,19 @@ class WholeSet:
         comm: all ranks.
 
     Attributes:
-        metrics: the copies, which samples are added to.
-        counted: how many samples were added.
+        running: the copies by name.
     """
 
     _shards: list[list[Any]]  # [first sample, values by metric] of this rank, in the open batch
 
     def __init__(self, metrics: dict[str, Any], comm: Communicator) -> None:
-        self.metrics = {name: self._copied(metric) for name, metric in metrics.items()}
+        self.running = {name: Running(self._copied(metric)) for name, metric in metrics.items()}
         self.comm = comm
         self.begin()
         self.reset()
 
     def __bool__(self) -> bool:
-        return bool(self.metrics)
+        return bool(self.running)
 
     @staticmethod
     def _copied(metric: Any) -> Any:
@@ -54,13 +63,17 @@ class WholeSet:
 
     def fresh(self) -> WholeSet:
         """Returns the same metrics without samples, for an evaluation."""
-        return type(self)(self.metrics, self.comm)
+        return type(self)({name: one.metric for name, one in self.running.items()}, self.comm)
 
     def reset(self) -> None:
         """Forgets all samples."""
-        self.counted = 0
-        for metric in self.metrics.values():
-            metric.reset()
+        for one in self.running.values():
+            one.counted = 0
+            one.metric.reset()
+
+    def roots(self) -> dict[str, Running]:
+        """Returns the objects whose state is in checkpoints, as roots of the walk by name."""
+        return {f"metrics.{name}": one for name, one in self.running.items()}
 
     # --- a batch ---
 
@@ -77,8 +90,8 @@ class WholeSet:
             [
                 first,
                 {
-                    name: mapped(self.to_array, _values_of(metric, output, target))
-                    for name, metric in self.metrics.items()
+                    name: mapped(self.to_array, _values_of(one.metric, output, target))
+                    for name, one in self.running.items()
                 },
             ]
         )
@@ -88,33 +101,40 @@ class WholeSet:
 
         It also ends the batch.
         """
-        if not self.metrics:
+        if not self.running:
             return {}
         everything = [shard for shards in gather_trees(self.comm, self._shards) for shard in shards]
         self._shards = []
         everything.sort(key=lambda shard: shard[0])
         return {
             name: tuple(_joined([values[name] for _, values in everything]))
-            for name in self.metrics
+            for name in self.running
         }
 
     def update(self, values: dict[str, tuple[Any, ...]], samples: int) -> None:
         """Adds the values of a batch, as `exchange` returned them."""
         for name, parts in values.items():
-            self.metrics[name].update(*mapped(self.from_array, parts))
-        self.counted += samples
+            one = self.running[name]
+            classes = type(one.metric).__mro__
+            convert = self.from_array
+            if any(kind.__module__.startswith("torchmetrics.") for kind in classes):
+                convert = registry.load("tensors", "torch")
+            one.metric.update(*mapped(convert, parts))
+            one.counted += samples
 
     def results(self, counted: float) -> dict[str, float]:
-        """Returns the metrics by name.
+        """Returns the metrics by name, without those that lack samples. A metric that is new after
+        a resume in the middle of an epoch does.
 
-        counted: the samples of the epoch. If others were added, as after a resume in the middle of
-        an epoch with a metric that is new, there are no results.
+        counted: the samples of the epoch or evaluation.
 
         Raises ConfigError: a metric returns no single number.
         """
-        if self.counted != counted:
-            return {}
-        return {name: _as_number(name, metric.compute()) for name, metric in self.metrics.items()}
+        return {
+            name: _as_number(name, one.metric.compute())
+            for name, one in self.running.items()
+            if one.counted == counted
+        }
 
     # --- what a front end has instead of arrays ---
 
