@@ -115,9 +115,7 @@ def test_classes_of_tokens_and_pixels():
 
 def area_of_pairs(scores, positive):
     """Returns the area under the ROC curve by comparing all pairs."""
-    twice = sum(
-        2 * int(a > b) + int(a == b) for a in scores[positive] for b in scores[~positive]
-    )
+    twice = sum(2 * int(a > b) + int(a == b) for a in scores[positive] for b in scores[~positive])
     return float(Fraction(twice, 2 * int(positive.sum()) * int((~positive).sum())))
 
 
@@ -384,13 +382,13 @@ def test_steps_that_are_left_out_add_no_sample(tmp_path, policy, ranks):
         settings = {"model": lambda: nn.Linear(6, 1), "loss": nn.MSELoss(), "nonfinite": policy}
         trainer = make(comm, given, **settings)
         fit = {"checkpoint_dir": tmp_path, "checkpoint_every": 1} if policy == "rollback" else {}
-        samples = data.arrays(bad, X[:, :1])
-        return figures(trainer.fit(loader(samples), epochs=2, verbose=False, **fit))
+        batches = data.DataLoader(data.arrays(bad, X[:, :1]), batch_size=100)
+        return figures(trainer.fit(batches, epochs=2, verbose=False, **fit))
 
     results = mock.run(ranks, run)
     assert results == [results[0]] * ranks
     for record in results[0]:
-        assert record["train_seen"] in (130, 200) and -10 < record["train_r2"] < 1
+        assert record["train_seen"] == 130 and -10 < record["train_r2"] < 1
 
 
 class Seen(metrics.Metric):

@@ -80,9 +80,13 @@ class Keeper:
         """Makes arrays for a batch; returns the address of their addresses."""
         self._eager = []
         kept_leaves = leaves(self.forms.get(form, ()))
-        wanted = [((samples * leaf.rows, *leaf.shape), np.dtype(leaf.dtype)) for leaf in kept_leaves]
+        wanted = [
+            ((samples * leaf.rows, *leaf.shape), np.dtype(leaf.dtype)) for leaf in kept_leaves
+        ]
         if [(array.shape, array.dtype) for array in self._arrays] != wanted:
-            self._arrays = [native.aligned(shape, dtype.type, zero=False) for shape, dtype in wanted]
+            self._arrays = [
+                native.aligned(shape, dtype.type, zero=False) for shape, dtype in wanted
+            ]
             addresses = [array.ctypes.data for array in self._arrays]
             self._addresses = np.array(addresses, np.int64)
         return self._addresses.ctypes.data if kept_leaves else 0

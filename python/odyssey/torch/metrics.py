@@ -22,6 +22,9 @@ from . import huggingface
 from .seeded import put_back, states
 
 Metric = Callable[[Any, Any], Any]
+# Batches of random samples that show whether a function is a mean, and how many samples each has.
+RANDOM_TRIALS = 2
+RANDOM_SAMPLES = 64
 
 
 def top_k(out: Any, y: Any, k: int = 1) -> torch.Tensor:
@@ -86,13 +89,18 @@ def sums(metrics: dict[str, Metric], out: Any, y: Any, samples: int) -> list[flo
 
 
 class ModuleWholeSet(WholeSet):
-    """Metrics of the whole set that get tensors."""
+    """Metrics of the whole set that get tensors, without gradients and of at least 32 bits."""
+
+    def collect(self, first: int, output: Any, target: Any) -> None:
+        def widen(tensor: torch.Tensor) -> torch.Tensor:
+            tensor = tensor.detach()
+            return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+        super().collect(first, *pytree.tree_map_only(torch.Tensor, widen, (output, target)))
 
     def to_array(self, value: Any) -> np.ndarray:
-        if not isinstance(value, torch.Tensor):
-            return np.asarray(value)
-        value = value.detach().cpu()
-        return (value.float() if value.dtype == torch.bfloat16 else value).numpy().copy()
+        # a copy, because forward() may use its memory again
+        return value.numpy().copy() if isinstance(value, torch.Tensor) else np.asarray(value)
 
     def from_array(self, array: np.ndarray) -> torch.Tensor:
         return tensor_of(array)
@@ -105,40 +113,52 @@ def tensor_of(array: np.ndarray) -> torch.Tensor:
 
 
 def check_means(metrics: dict[str, Metric], out: Any, y: Any, samples: int) -> None:
-    """Raises ConfigError if a function of the user's is no mean over samples, on this shard or one
-    with random outputs.
+    """Raises ConfigError if a function of the user's is no mean over samples: of this shard, or of
+    samples with random outputs and targets.
 
-    A model that predicts one class for all samples has an F1 of 0 in any part of a shard. So the
-    second comparison takes random numbers in the range of the outputs.
+    A model that predicts one class for all samples has an F1 of 0 in any part of a shard, and so
+    has a shard with one class. Random samples have neither.
     """
     leaves, _ = pytree.tree_flatten((out, y))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if len(tensors) < len(leaves) or any(t.shape[:1] != (samples,) for t in tensors):
         return
-    half = samples // 2
-    bounds = ((0, samples), (0, half), (half, samples))
+    named = (accuracy, *NAMED.values())
     generators = states()
-    ours = (accuracy, *NAMED.values())
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name, function in metrics.items():
-            if function in ours or getattr(function, "func", None) is top_k:
-                continue
-            for outputs in (out, _random_like(out)):
-                try:
-                    metric = copy.deepcopy(function)  # it may count its calls
-                    parts = [
-                        torch.as_tensor(metric(*_rows((outputs, y), lo, hi))).float()
-                        for lo, hi in bounds
-                    ]
-                # what is wrong with it is reported where it is summed
-                except Exception:
-                    break
-                if any(part.numel() != 1 or part.dim() for part in parts):
-                    break
-                value, *halves = map(float, parts)
-                check_mean(name, value, [(halves[0], half), (halves[1], samples - half)])
-    put_back(generators)
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name, function in metrics.items():
+                if function not in named and getattr(function, "func", None) is not top_k:
+                    _check_function(name, function, out, y, samples)
+    finally:
+        put_back(generators)
+
+
+def _check_function(name: str, function: Metric, out: Any, y: Any, samples: int) -> None:
+    """Raises ConfigError if a function that returns one number is no mean over samples."""
+    generator = torch.Generator().manual_seed(0)
+    trials = [(out, y, samples)]
+    for _ in range(RANDOM_TRIALS):
+        rows = torch.randint(samples, (RANDOM_SAMPLES,), generator=generator)
+        trials.append((*_random_samples(out, y, rows, generator), RANDOM_SAMPLES))
+    for outputs, targets, count in trials:
+        half = count // 2
+        if not half:
+            continue
+        try:
+            metric = copy.deepcopy(function)  # it may count its calls
+            parts = [
+                torch.as_tensor(metric(*_rows((outputs, targets), lo, hi))).float()
+                for lo, hi in ((0, count), (0, half), (half, count))
+            ]
+        # what is wrong with it is reported where it is summed
+        except Exception:
+            return
+        if any(part.dim() for part in parts):
+            return
+        value, *halves = map(float, parts)
+        check_mean(name, value, [(halves[0], half), (halves[1], count - half)])
 
 
 def _rows(tree: Any, lo: int, hi: int) -> Any:
@@ -146,20 +166,33 @@ def _rows(tree: Any, lo: int, hi: int) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda t: t.detach()[lo:hi].clone(), tree)
 
 
-def _random_like(tree: Any) -> Any:
-    """Returns a tree with random numbers in the range of the numbers of its tensors of floats."""
-    generator = torch.Generator().manual_seed(0)
+def _random_samples(
+    out: Any, y: Any, rows: torch.Tensor, generator: torch.Generator
+) -> tuple[Any, Any]:
+    """Returns an output and a target of these rows, with random numbers in the range of theirs."""
+    is_class = isinstance(out, torch.Tensor) and isinstance(y, torch.Tensor) and _of_classes(out, y)
+    classes = (out.shape[-1] if out.shape[:-1] == y.shape else out.shape[1]) if is_class else 2
 
     def draw(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
+        tensor = tensor.detach()[rows]
+        if not tensor.numel():
             return tensor
-        lowest, highest = torch.aminmax(tensor.detach().float())
-        if not highest > lowest:
-            return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-        uniform = torch.rand(tensor.shape, generator=generator)
-        return (lowest + uniform * (highest - lowest)).to(tensor.dtype)
+        lowest, highest = map(float, torch.aminmax(tensor.float()))
+        is_whole = bool((tensor == tensor.round()).all()) if tensor.is_floating_point() else True
+        if is_whole and 0 <= lowest and highest < classes:
+            numbers = torch.randint(classes, tensor.shape, generator=generator)
+        elif not tensor.is_floating_point():
+            numbers = tensor[torch.randperm(len(tensor), generator=generator)]
+        elif highest > lowest:
+            numbers = lowest + torch.rand(tensor.shape, generator=generator) * (highest - lowest)
+        else:
+            numbers = torch.randn(tensor.shape, generator=generator)
+        return numbers.to(tensor.dtype)
 
-    return pytree.tree_map_only(torch.Tensor, draw, tree)
+    return (
+        pytree.tree_map_only(torch.Tensor, draw, out),
+        pytree.tree_map_only(torch.Tensor, draw, y),
+    )
 
 
 def _of_classes(out: Any, y: Any) -> bool:

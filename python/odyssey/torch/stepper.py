@@ -229,9 +229,9 @@ class ModuleStepper(Stepper):
     def _measure(self, out: Any, y: Any, lo: int, samples: int) -> list[float]:
         """Returns the sums of the metrics over a shard, and collects what others need of it.
 
-        The first shard shows whether each metric is a mean. Rank 0 has it.
+        The first shard of the first batch shows whether each metric is a mean.
         """
-        if not lo and not self._metrics_checked and samples > 1:
+        if not lo and not self._metrics_checked:
             self._metrics_checked = True
             metric_sums.check_means(self.metrics, out, y, samples)
         if self._whole_set:

@@ -401,9 +401,7 @@ class DistributedTrainer(Trainer):
             self.stepper.engine.updated()
             self.numerics.fine()
 
-    def _count_step(
-        self, sums: Sums, values: dict[str, Any], applied: bool, rate: float
-    ) -> Step:
+    def _count_step(self, sums: Sums, values: dict[str, Any], applied: bool, rate: float) -> Step:
         """Counts a step that all ranks have taken or skipped, and returns it."""
         self.stepper.steps += 1
         metrics = self.stepper.measured(sums)

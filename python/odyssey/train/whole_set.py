@@ -177,4 +177,3 @@ def _as_number(name: str, value: Any) -> float:
             f"[train] the metric {name} computed {str(value)[:60]!r}; expected one number, so use "
             "an average over classes, or one metric for each number"
         ).on_all_ranks() from problem
-
