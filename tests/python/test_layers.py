@@ -165,6 +165,7 @@ ROOMS = (
     "optim",
     "nn",
     "data",
+    "metrics",
     "parallel",
     "engine",
     "checkpoints",

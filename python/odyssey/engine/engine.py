@@ -37,8 +37,8 @@ from ..optim import Optimizer, Update
 from ..parallel import plan as planning
 from ..parallel.mesh import Groups
 from .direct import DirectRunner
-from .layout import Layout
 from .keeping import Keeper
+from .layout import Layout
 from .metrics import Metric
 from .ownership import Ownership
 from .programs import Programs

@@ -21,7 +21,7 @@ from ..errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class KeptLeaf:
-    """An array of an output or target: how many rows a sample has, and the shape and dtype of a row.
+    """An array of an output or target: how many rows a sample has, shape and dtype of a row.
 
     A sample has several rows if the model has joined samples and tokens.
     """
@@ -80,12 +80,14 @@ class Keeper:
         """Makes arrays for a batch; returns the address of their addresses."""
         self._eager = []
         kept_leaves = leaves(self.forms.get(form, ()))
-        wanted = [
-            ((samples * leaf.rows, *leaf.shape), np.dtype(leaf.dtype)) for leaf in kept_leaves
-        ]
-        if [(array.shape, array.dtype) for array in self._arrays] != wanted:
+        shapes = [(samples * leaf.rows, *leaf.shape) for leaf in kept_leaves]
+        dtypes = [np.dtype(leaf.dtype) for leaf in kept_leaves]
+        if [(array.shape, array.dtype) for array in self._arrays] != [
+            *zip(shapes, dtypes, strict=True)
+        ]:
             self._arrays = [
-                native.aligned(shape, dtype.type, zero=False) for shape, dtype in wanted
+                native.aligned(shape, dtype.type, zero=False)
+                for shape, dtype in zip(shapes, dtypes, strict=True)
             ]
             addresses = [array.ctypes.data for array in self._arrays]
             self._addresses = np.array(addresses, np.int64)

@@ -34,8 +34,8 @@ from ..data.nested import Form, Leaf, leaves, mapped
 from ..errors import ConfigError, OdysseyError
 from ..nn import Module, settings
 from ..nn.module import in_mode
-from .listing import Listed, first_difference, said, watched
 from .keeping import Keeper
+from .listing import Listed, first_difference, said, watched
 from .metrics import record as record_metrics
 
 # Settings whose programs are kept. A schedule of dropout has new settings in each step.

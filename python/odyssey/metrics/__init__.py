@@ -5,7 +5,7 @@ for any function.
     trainer = DistributedTrainer(net, optimizer, metrics={"f1": metrics.F1(), "auc": metrics.AUC()})
 
 The mean of the F1 of shards isn't the F1 of all samples. So these objects keep counts or values of
-all samples, and compute the metric at the end of an epoch or an evaluation. docs/losses.md has more.
+all samples, and compute the metric at the end of an epoch or an evaluation (docs/losses.md).
 """
 
 from ..base.lazy import attach

@@ -273,7 +273,8 @@ class EngineStepper(Stepper):
             try:
                 check_mean(name, values[name], [(halves[name], len(batch.indices))])
             except ConfigError as error:
-                raise error.on_all_ranks()
+                error.on_all_ranks()
+                raise
 
     # --- for modes in which ranks step apart ---
 

@@ -94,6 +94,7 @@ class Trainer:
         self.saved_in: set[str] = set()  # directories of checkpoints of this trainer's fit()s
         self.context = Context(self, callbacks=self.callbacks)
         self.capture = Capture(dict, set, self.reporter.say)
+        self.whole_set = WholeSet({}, comm)
         self.loop = Loop(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
