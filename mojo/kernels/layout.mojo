@@ -96,9 +96,9 @@ def keep[L: Int](x: IntPtr, G: Int, F: Int, T: Int, k: Int, r: Record):  # (G, F
     - 1. T is 1 unless lanes are tokens. Does nothing in a run that keeps nothing.
     """
     ref ctx = r.context[]
-    if not Int(ctx.kept):
+    if not Int(ctx.outputs):
         return
-    var y = IntPtr(unsafe_from_address=Int(ctx.kept[unsafe_offset=k])).unsafe_offset(Int(ctx.first) * T * F)
+    var y = IntPtr(unsafe_from_address=Int(ctx.outputs[unsafe_offset=k])).unsafe_offset(Int(ctx.first) * T * F)
     for n in range(min(G * L, Int(ctx.valid) * T)):
         var lane = x.unsafe_offset(n // L * F * L + n % L)
         for f in range(F):

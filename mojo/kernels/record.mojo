@@ -59,7 +59,7 @@ struct Context(TrivialRegisterPassable):
     var stopped: Int64  # set by a record whose check failed: the program ends there
     var times: LongPtr
     """Where each thread writes when its records ran (executor.mojo, `Times`); address 0: they are not timed."""
-    var kept: LongPtr
+    var outputs: LongPtr
     """Addresses of the arrays that `keep` fills, of numbers of 32 bits (samples, F); address 0: nothing is kept."""
 
 

@@ -28,12 +28,23 @@ _HOMES = {  # what is loaded from where; front ends, such as torch.ray, by what 
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = frozenset(
-    "callbacks comm data distributed errors functional loggers nn optim parallel placement steplog "
-    "tensor testing trainer verify watch".split()
+    "callbacks comm data distributed errors functional loggers metrics nn optim parallel placement "
+    "steplog tensor testing trainer verify watch".split()
 )
 
 if TYPE_CHECKING:
-    from . import callbacks, comm, data, distributed, errors, nn, optim, parallel, testing
+    from . import (
+        callbacks,
+        comm,
+        data,
+        distributed,
+        errors,
+        metrics,
+        nn,
+        optim,
+        parallel,
+        testing,
+    )
     from .audit import steplog, verify
     from .callbacks import loggers
     from .core import functional, placement, tensor
@@ -91,6 +102,7 @@ __all__ = [
     "load_ops",
     "loggers",
     "manual_seed",
+    "metrics",
     "nn",
     "no_grad",
     "offload",

@@ -53,7 +53,7 @@ class Context(ctypes.Structure):
         ("seed", ctypes.c_uint64),
         *numbers("step first valid images bytes arrays rows scale shift"),
         ("loss_scale", ctypes.c_double),
-        *numbers("stopped times kept"),
+        *numbers("stopped times outputs"),
     ]
     # what a run with it is called on a timeline, where its records are not told apart
     what: str | None = None

@@ -66,7 +66,7 @@ class Engine:
             `ownership`.
         team: the GPUs of this process, if the layout has some.
         metrics: see metrics.record.
-        keeps: True if outputs and targets are kept for metrics of the whole set (`kept`).
+        keeps: True if outputs and targets are kept for metrics of the whole set (`local_samples`).
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Engine:
         """Returns the metrics of a step by name. They are sums over its samples."""
         return {name: sums.values[index] for name, index in self.programs.metric_at.items()}
 
-    def kept(self, batch: Batch) -> tuple[int, Any, Any] | None:
+    def local_samples(self, batch: Batch) -> tuple[int, Any, Any] | None:
         """Returns what was kept of the last batch: the first sample, outputs and targets of this
         rank's samples.
 
@@ -254,7 +254,7 @@ class Engine:
         runner.context.step = step
         runner.context.loss_scale = self.loss_scale
         if self.keeper is not None:
-            runner.context.kept = self.keeper.open(len(batch.indices), data.form)
+            runner.context.outputs = self.keeper.open(len(batch.indices), data.form)
         return runner
 
     def prepare(self, samples: int, form: Form) -> Runner:

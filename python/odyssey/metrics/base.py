@@ -61,17 +61,17 @@ class Metric:
 
 
 class KeptValues(Metric):
-    """A metric that keeps the values of all samples, in `kept`: (arrays,) by part of `values`."""
+    """A metric that keeps the values of all samples: the arrays of each batch, in `batches`."""
 
     def reset(self) -> None:
-        self.kept: list[list[np.ndarray]] = []
+        self.batches: list[list[np.ndarray]] = []
 
     def update(self, *values: Any) -> None:
-        self.kept.append([as_array(value) for value in values])
+        self.batches.append([as_array(value) for value in values])
 
     def columns(self) -> list[np.ndarray]:
         """Returns the parts of all samples, joined; no parts if nothing was added."""
-        return [np.concatenate(parts) for parts in zip(*self.kept, strict=True)]
+        return [np.concatenate(parts) for parts in zip(*self.batches, strict=True)]
 
 
 def is_of_whole_set(metric: Any) -> bool:

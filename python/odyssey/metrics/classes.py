@@ -176,7 +176,7 @@ class AUC(KeptValues):
         return class_scores("AUC", output, target, self.ignore_index)
 
     def compute(self) -> float:
-        if not self.kept:
+        if not self.batches:
             return math.nan
         scores, targets = self.columns()
         scores = scores.astype(np.float64)

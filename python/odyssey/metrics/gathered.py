@@ -42,18 +42,18 @@ class Gathered(Metric):
         super().__init__()
 
     def reset(self) -> None:
-        self.kept: list[list[np.ndarray]] = []  # of each batch, the leaves
+        self.batches: list[list[np.ndarray]] = []  # of each batch, the leaves
         self._form: Any = None  # the form of (output, target), with empty leaves
 
     def update(self, *values: Any) -> None:
         if self._form is None:
             self._form = mapped(lambda leaf: leaf[:0], values)
-        self.kept.append([as_array(leaf) for leaf in leaves(values)])
+        self.batches.append([as_array(leaf) for leaf in leaves(values)])
 
     def compute(self) -> float:
-        if not self.kept:
+        if not self.batches:
             return math.nan
-        columns = iter([np.concatenate(parts) for parts in zip(*self.kept, strict=True)])
+        columns = iter([np.concatenate(parts) for parts in zip(*self.batches, strict=True)])
         return self.function(*mapped(lambda empty: _like(empty, next(columns)), self._form))
 
 

@@ -27,7 +27,7 @@ class _Pairs(KeptValues):
 
     def compute(self) -> float:
         """Returns the mean over the columns; NaN if there was no sample."""
-        if not self.kept:
+        if not self.batches:
             return math.nan
         outputs, targets = (column.astype(np.float64) for column in self.columns())
         columns = range(targets.shape[1])

@@ -504,7 +504,8 @@ class Settings(Training):
     metrics: str | None = setting(
         DATA,
         None,
-        "what is measured beside the loss: accuracy, top5 (any number), mae, mse, with commas",
+        "what is measured beside the loss: accuracy, top5 (any number), mae, mse, f1, precision, "
+        "recall, auc, r2, correlation, with commas",
         "accuracy of classes",
         metavar="NAME,...",
     )

@@ -123,13 +123,13 @@ def check_means(metrics: dict[str, Metric], out: Any, y: Any, samples: int) -> N
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if len(tensors) < len(leaves) or any(t.shape[:1] != (samples,) for t in tensors):
         return
-    named = (accuracy, *NAMED.values())
+    ours_by_name = (accuracy, *NAMED.values())
     generators = states()
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for name, function in metrics.items():
-                if function not in named and getattr(function, "func", None) is not top_k:
+                if function not in ours_by_name and getattr(function, "func", None) is not top_k:
                     _check_function(name, function, out, y, samples)
     finally:
         put_back(generators)

@@ -58,10 +58,11 @@ class DistributedTrainer(Trainer):
             output's `loss`.
         scheduler: a torch scheduler of this optimizer; its step() is called here.
         scheduler_interval: "step": after each optimizer step; "epoch": after each epoch.
-        metrics: a dict of names with functions of (output, target), or one of "accuracy", "top5",
-            "mae", "mse"; or a list of such names (metrics.py); default accuracy, where targets are
-            classes. Of batches that are dicts: functions of (output, batch); names compare the
-            output's `logits` with batch["labels"].
+        metrics: a dict of names with functions of (output, target), objects of odyssey.metrics or
+            torchmetrics, or one of "accuracy", "top5", "mae", "mse", "f1", "precision", "recall",
+            "auc", "r2", "correlation"; or a list of such names (docs/losses.md); default accuracy,
+            where targets are classes. Of batches that are dicts: functions of (output, batch);
+            names and objects compare the output's `logits` with batch["labels"].
         shard_size: samples per shard, which torch runs as one batch: part of what is computed.
             Default: 32 from a global batch of 128 on, 16 from 32 on, one shard below.
         threads: of torch, in every rank: part of what is computed, so never the number of cores.

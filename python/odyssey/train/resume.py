@@ -304,13 +304,13 @@ def gather_trees(comm: Communicator, value: Any) -> list[Any]:
 def _unpack_tree(payload: np.ndarray) -> Any:
     """Returns the tree of one rank, of the bytes that `gather_trees` sends."""
     length = int(np.frombuffer(payload[:8].tobytes(), np.int64)[0])
-    rest = payload[8 + length :].tobytes()
+    content = payload[8 + length :].tobytes()
     offset = 0
 
     def take(dtype: str, shape: list[int]) -> np.ndarray:
         nonlocal offset
         count = int(np.prod(shape, dtype=np.int64))
-        array = np.frombuffer(rest, dtype, count, offset).reshape(shape)
+        array = np.frombuffer(content, dtype, count, offset).reshape(shape)
         offset += array.nbytes
         return array
 

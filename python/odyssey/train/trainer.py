@@ -62,9 +62,10 @@ class DistributedTrainer(Trainer):
         optimizer: SGD(lr=0.01), Adam(...), ...; bound to the model here unless it already is.
         loss: any function of (output, target) that gives a mean or sum over samples, such as
             nn.MSELoss(); default the model's own `loss`, else CrossEntropyLoss.
-        metrics: a dict of names with functions of (output, target), or one of "accuracy", "top5",
-            "mae", "mse"; or a list of such names (engine/metrics.py); default accuracy, where
-            targets are classes.
+        metrics: a dict of names with functions of (output, target), objects of odyssey.metrics, or
+            one of "accuracy", "top5", "mae", "mse", "f1", "precision", "recall", "auc", "r2",
+            "correlation"; or a list of such names (docs/losses.md); default accuracy, where targets
+            are classes.
         schedule: factor on the learning rate as a function of the step (optim.schedule).
         mesh: how many ranks replicate the model (dp), form a pipeline (pp) and share layers (tp);
             default: the model's own placement decides pp, the other ranks are replicas.
@@ -354,7 +355,7 @@ class DistributedTrainer(Trainer):
             return {}
         whole_set.begin()
         with resume.on_all_ranks(self.comm):
-            rank_part = engine.kept(batch)
+            rank_part = engine.local_samples(batch)
             if rank_part is not None:
                 whole_set.collect(*rank_part)
         return whole_set.exchange()

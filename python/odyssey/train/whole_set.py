@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -86,15 +88,10 @@ class WholeSet:
 
         first: the number of its first sample in the batch.
         """
-        self._shards.append(
-            [
-                first,
-                {
-                    name: mapped(self.to_array, _values_of(one.metric, output, target))
-                    for name, one in self.running.items()
-                },
-            ]
-        )
+        values = {}
+        for name, one in self.running.items():
+            values[name] = mapped(self.to_array, _values_of(one.metric, output, target))
+        self._shards.append([first, values])
 
     def exchange(self) -> dict[str, tuple[Any, ...]]:
         """Returns the values of all shards by metric, joined in order; a collective call.
@@ -103,13 +100,12 @@ class WholeSet:
         """
         if not self.running:
             return {}
-        everything = [shard for shards in gather_trees(self.comm, self._shards) for shard in shards]
+        rank_shards = gather_trees(self.comm, self._shards)
         self._shards = []
-        everything.sort(key=lambda shard: shard[0])
-        return {
-            name: tuple(_joined([values[name] for _, values in everything]))
-            for name in self.running
-        }
+        shards = sorted(itertools.chain(*rank_shards), key=lambda shard: shard[0])
+        # a tree of one form for each shard, joined leaf by leaf
+        joined = _joined([list(values.values()) for _, values in shards])
+        return dict(zip(self.running, map(tuple, joined), strict=True))
 
     def update(self, values: dict[str, tuple[Any, ...]], samples: int) -> None:
         """Adds the values of a batch, as `exchange` returned them."""
@@ -149,8 +145,8 @@ class WholeSet:
 
 def split_metrics(metrics: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the metrics that are summed over samples, and those of the whole set."""
-    whole = {name: metric for name, metric in metrics.items() if is_of_whole_set(metric)}
-    return {name: metric for name, metric in metrics.items() if name not in whole}, whole
+    of_set = {name: metric for name, metric in metrics.items() if is_of_whole_set(metric)}
+    return {name: metric for name, metric in metrics.items() if name not in of_set}, of_set
 
 
 def _values_of(metric: Any, output: Any, target: Any) -> tuple[Any, ...]:
@@ -158,13 +154,14 @@ def _values_of(metric: Any, output: Any, target: Any) -> tuple[Any, ...]:
     return tuple(metric.values(output, target)) if isinstance(metric, Metric) else (output, target)
 
 
-def _joined(parts: list[Any]) -> Any:
+def _joined(parts: Sequence[Any]) -> Any:
     """Returns one tree of arrays, of trees of one form, joined along the first axis."""
     first = parts[0]
     if isinstance(first, dict):
-        return {name: _joined([part[name] for part in parts]) for name in first}
+        columns = zip(*(part.values() for part in parts), strict=True)
+        return dict(zip(first, map(_joined, columns), strict=True))
     if isinstance(first, (list, tuple)):
-        return tuple(_joined(list(column)) for column in zip(*parts, strict=True))
+        return tuple(map(_joined, zip(*parts, strict=True)))
     return np.concatenate(parts)
 
 

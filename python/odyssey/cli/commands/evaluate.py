@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -18,6 +19,11 @@ from . import FILE, HELP, OWN_MODEL, DataSet, on_all_ranks
 )
 @click.option("--data-dir", type=FILE, help="Where its files are. (default: where they were)")
 @click.option("--train", "training", is_flag=True, help="Its training part, not its test part.")
+@click.option(
+    "--metrics",
+    metavar="NAME,...",
+    help="What is measured beside the loss, as of odyssey train. (default: accuracy of classes)",
+)
 @OWN_MODEL
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
@@ -25,6 +31,7 @@ def command(
     dataset: str | None,
     data_dir: Path | None,
     training: bool,
+    metrics: str | None,
     own_model: str | None,
     as_json: bool,
 ) -> None:
@@ -43,16 +50,18 @@ def command(
     loss = trained_models.loss_of(checkpoint)
     # of PyTorch's there is no program
     execution = "eager" if hasattr(checkpoint.model, "wrapped") else "replay"
-    settings = {"loss": loss, "conv_algorithm": checkpoint.algorithm, "execution": execution}
+    settings: dict[str, Any] = {"loss": loss, "conv_algorithm": checkpoint.algorithm, "execution": execution}
+    if metrics is not None:
+        settings["metrics"] = [name.strip() for name in metrics.split(",")]
     trainer = DistributedTrainer(checkpoint.model, optim.SGD(lr=1.0), **settings)
     result = trainer.evaluate(data.DataLoader(test, batch_size=1024))
     if trainer.comm.rank:
         return
-    metrics = {**result.metrics, **(test.bits(result.loss) if hasattr(test, "bits") else {})}
+    results = {**result.metrics, **(test.bits(result.loss) if hasattr(test, "bits") else {})}
     if as_json:
         click.echo(
-            json.dumps({"checkpoint": checkpoint.name, "samples": result.samples, **metrics})
+            json.dumps({"checkpoint": checkpoint.name, "samples": result.samples, **results})
         )
     else:
-        figures = "  ".join(f"{key} {value:.4f}" for key, value in metrics.items())
+        figures = "  ".join(f"{key} {value:.4f}" for key, value in results.items())
         click.echo(f"{checkpoint.name}: {figures}  {result.samples:,} samples")
