@@ -50,7 +50,11 @@ def command(
     loss = trained_models.loss_of(checkpoint)
     # of PyTorch's there is no program
     execution = "eager" if hasattr(checkpoint.model, "wrapped") else "replay"
-    settings: dict[str, Any] = {"loss": loss, "conv_algorithm": checkpoint.algorithm, "execution": execution}
+    settings: dict[str, Any] = {
+        "loss": loss,
+        "conv_algorithm": checkpoint.algorithm,
+        "execution": execution,
+    }
     if metrics is not None:
         settings["metrics"] = [name.strip() for name in metrics.split(",")]
     trainer = DistributedTrainer(checkpoint.model, optim.SGD(lr=1.0), **settings)
