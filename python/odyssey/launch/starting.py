@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from ..base import runs
 from ..base.launcher import free_port
+from ..base.variables import DECIDE_BITS, is_named
 from ..errors import ConfigError, LaunchError, printable
 from .config import LaunchConfig
 
@@ -29,11 +30,11 @@ ALLOWED = (
     "PATH HOME USER LOGNAME SHELL TERM LANG LANGUAGE TZ TMPDIR LC_* VIRTUAL_ENV CONDA_PREFIX "
     "LD_LIBRARY_PATH PYTHONPATH PYTHONUNBUFFERED PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX "
     "PYTHONHASHSEED PYTHONWARNINGS ODYSSEY_* MODULAR_* MOJO_PYTHON MOJO_PYTHON_LIBRARY "
-    "XDG_CACHE_HOME OMP_* MKL_NUM_THREADS OPENBLAS_NUM_THREADS CUDA_VISIBLE_DEVICES "
+    "XDG_CACHE_HOME CUDA_VISIBLE_DEVICES "
     "NVIDIA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES OMPI_* PRTE_* PMIX_* PMI_* "
     "HYDRA_* MPICH_* MPIR_* MPIEXEC_* MPI4PY_* FI_* UCX_* I_MPI_* NCCL_* SLURM_* MUNGE_SOCKET "
     "SSH_AUTH_SOCK KRB5CCNAME"
-).split()
+).split() + DECIDE_BITS
 
 # These tell a process that it is a rank of somebody's job, and would mislead the ranks of ours.
 FOREIGN = (
@@ -171,14 +172,9 @@ def build_environment(
 
 def _is_allowed(name: str, extra_names: Sequence[str]) -> bool:
     """Returns True if ranks get this variable. extra_names: those that --env allows."""
-
-    def matches(pattern: str) -> bool:
-        return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
-
     if name in extra_names:
         return True
-    is_foreign = any(matches(pattern) for pattern in FOREIGN)
-    return any(matches(pattern) for pattern in ALLOWED) and not is_foreign and name not in SECRET
+    return is_named(name, ALLOWED) and not is_named(name, FOREIGN) and name not in SECRET
 
 
 def build_command(

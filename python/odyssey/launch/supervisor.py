@@ -36,6 +36,7 @@ from ..base import limits, runs
 from ..base.files import NO_DIRECTORY, current_directory, private_directory, read_json, write_json
 from ..base.launcher import launched
 from ..base.paths import expand_path
+from ..base.variables import DECIDE_BITS, is_named
 from ..errors import ConfigError, DataError, OutputError, printable
 from . import leftovers, root_user, starting
 from .attempt import Attempt, newest_step
@@ -442,7 +443,11 @@ def _exported(environment: dict[str, str], config: LaunchConfig) -> list[str]:
         "FI_",
         "UCX_",
     )
-    return sorted(n for n in environment if n.startswith(names) or n in config.env)
+    return sorted(
+        name
+        for name in environment
+        if name.startswith(names) or name in config.env or is_named(name, DECIDE_BITS)
+    )
 
 
 def _modified(path: Path) -> float:

@@ -431,6 +431,13 @@ class Training(ReductionSettings):
         "steps between comparisons of the replicas' weights, and of the ranks' data; 0: never",
         low=0,
     )
+    other_arithmetic: bool = setting(
+        SAVING,
+        False,
+        "train where processors, libraries or their variables compute different results from the "
+        "same numbers, on ranks or since the checkpoint; the journal and checkpoints note it",
+        "an error",
+    )
 
 
 @_settings

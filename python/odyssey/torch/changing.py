@@ -177,6 +177,21 @@ class ForwardCheck:
         self._before = self.capture.look(ROOTS)
         self._copies = _copies_of(self._before)
 
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """Sets what the block, forward() of a shard, has changed back to what it was.
+
+        Objects that forward() builds when it is first called stay.
+        """
+        before = self.capture.look(ROOTS)
+        copies = _copies_of(before)
+        try:
+            yield
+        finally:
+            after = self.capture.look(ROOTS)
+            paths = _without_built(_changed(before, after), before, after)
+            _set_all(paths, after, before, copies)
+
     def end(self, compute: Callable[[], list[Any]] | None) -> None:
         """Looks at what the shard has changed.
 

@@ -18,6 +18,7 @@ from ..errors import ConfigError
 from ..parallel import Strategy
 from ..train import RankChecks, agreement, check_replicas
 from .changing import share
+from .first_shard import FirstShard
 from .stepper import ModuleStepper
 
 
@@ -25,7 +26,7 @@ class ModuleChecks(RankChecks):
     """The checks of a trainer of a torch module.
 
     Args:
-        threads: of torch, as the trainer was created with.
+        first_shard: compares the gradients of the first shard of a batch.
         strategy: how gradients are summed.
     """
 
@@ -34,7 +35,7 @@ class ModuleChecks(RankChecks):
         mode: Mode,
         stepper: ModuleStepper,
         *,
-        threads: int,
+        first_shard: FirstShard,
         strategy: Strategy,
         check_every: int,
         say: Callable[[str], None],
@@ -42,7 +43,7 @@ class ModuleChecks(RankChecks):
     ) -> None:
         super().__init__(mode, check_every, say, capture)
         self.stepper = stepper
-        self.threads = threads
+        self.first_shard = first_shard
         self.strategy = strategy
 
     def begin_fit(
@@ -51,11 +52,6 @@ class ModuleChecks(RankChecks):
         if torch.is_autocast_enabled("cpu"):
             raise ConfigError(
                 "[torch] fit() within torch.autocast would keep old weights; use precision='bf16'"
-            )
-        if torch.get_num_threads() != self.threads:
-            raise ConfigError(
-                f"[torch] torch has {torch.get_num_threads()} threads now, the trainer was made "
-                f"with {self.threads}; give it threads=, and leave torch.set_num_threads() out"
             )
         if self.strategy.compression in ("topk", "powersgd") and (
             context.saving.folder or Run.current()
@@ -67,7 +63,15 @@ class ModuleChecks(RankChecks):
             )
         self.stepper.forward_watch.remember()
         self.stepper.forward_check.is_due = True
+        self.first_shard.is_due = True
+        self.stepper.shards.modes.check_threads()
         super().begin_fit(context, compared_data)
+
+    def before_step(self, batch: datasets.Batch) -> None:
+        """Compares what is due before a step: data, and what ranks compute from it."""
+        steps = self.stepper.steps
+        self.watch.batch(batch, steps)
+        self.first_shard.compare(batch, steps)
 
     def begin_epoch(self) -> None:
         self.stepper.forward_check.is_due = True

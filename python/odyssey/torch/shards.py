@@ -35,9 +35,11 @@ from ..errors import ConfigError, OdysseyError
 from ..parallel import Reduction, StepOutcome
 from ..parallel import plan as planning
 from ..parallel import strategy as strategies
-from ..train import agreement
+from ..train import Arithmetic
+from . import arithmetic
 from .arena import ModuleArena, plain_name
 from .memory import ALIGN
+from .modes import Modes
 
 SUMS = 14  # loss, samples, metrics
 ALL_SHARDS = 1 << 61  # seeds random numbers that belong to all shards, instead of a shard's number
@@ -54,14 +56,22 @@ def seed_of(*numbers: int) -> int:
     return int.from_bytes(digest, "little") >> 1  # torch's seeds have 63 bits
 
 
-def environment() -> dict[str, Any]:
-    """Returns the settings of this process, besides the model, on which torch's results depend."""
+def machine() -> dict[str, Any]:
+    """Returns the properties of libraries and of the processor on which torch's results depend."""
     return {
         "torch version": torch.__version__,
         "instruction set": torch.backends.cpu.get_cpu_capability(),
-        "torch threads": torch.get_num_threads(),
         "oneDNN": [torch.backends.mkldnn.is_available(), torch._C._get_mkldnn_enabled()],
-        "float32 products": torch.get_float32_matmul_precision(),
+    }
+
+
+def environment(modes: Modes) -> dict[str, Any]:
+    """Returns the settings of this process, besides the model, on which torch's results depend."""
+    return {
+        **machine(),
+        "torch threads": modes.threads,
+        "float32 products": modes.matmul_precision,
+        "default dtype": str(modes.default_dtype),
     }
 
 
@@ -189,8 +199,11 @@ class Shards:
             reported by `tell`.
         tell: reports a line to the user.
         mean: True if backward() is called on the mean of a shard's losses, not on their sum.
+        other_arithmetic: True if ranks may compute different results from the same numbers.
 
     Attributes:
+        modes: the modes of torch in which shards run.
+        arithmetic: compares what ranks compute.
         gradient: the mean over the samples of the last batch; `arena.gradients` are views of it.
 
     Raises:
@@ -209,6 +222,7 @@ class Shards:
         deterministic: str,
         tell: Callable[[str], None],
         mean: bool = False,
+        other_arithmetic: bool = False,
     ) -> None:
         if deterministic not in ("error", "warn"):
             raise ConfigError(
@@ -218,6 +232,15 @@ class Shards:
         if not torch.are_deterministic_algorithms_enabled():
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(True, warn_only=deterministic == "warn")
+        self.modes = Modes.current(threads, warn_only=deterministic == "warn")
+        self.modes.check_threads()
+        self.arithmetic = Arithmetic(
+            comm,
+            lambda: arithmetic.sample(self.modes),
+            arithmetic.libraries(),
+            allowed=other_arithmetic,
+            say=tell,
+        )
         self.arena = arena = ModuleArena(module)
         self.comm = comm
         self.strategy = strategy
@@ -274,7 +297,11 @@ class Shards:
 
         A collective call. Raises ConfigError: ranks differ.
         """
-        agreement.compare(self.comm, {**environment(), **described(self.arena), **description})
+        libraries = machine()
+        settings = {**environment(self.modes), **described(self.arena), **description}
+        self.arithmetic.compare(
+            {name: value for name, value in settings.items() if name not in libraries}, libraries
+        )
         self.arena.send(self.comm)
 
     def prepared(self, samples: int, train: bool = True) -> Prepared:
@@ -351,6 +378,13 @@ class Shards:
         first, stop = planning.runs(shards, self.comm.size, 1, counts)[self.comm.rank]
         return range(first, stop)
 
+    def owner_of_first(self, samples: int) -> int:
+        """Returns the rank that runs the first shard of a batch that is trained on."""
+        assert self.shard_size is not None
+        shards = planning.shard_count(samples, self.shard_size)
+        runs = planning.runs(shards, self.comm.size, 1, self.counts(shards))
+        return next(rank for rank, (first, stop) in enumerate(runs) if first < stop)
+
     def share(self, samples: int, train: bool = True) -> tuple[int, int]:
         """Returns the samples of this rank's shards, as (first, one past the last).
 
@@ -411,7 +445,7 @@ class Shards:
         """Yields the shards of the open batch, as `__call__` does, and adds up their results."""
         prepared, train, _ = self._open_batch
         buffers = prepared.buffers
-        with self._forbid_other_changes(train):
+        with self.modes.held(), self._forbid_other_changes(train):
             for action in (*prepared.plan.threads[0], *prepared.plan.final):
                 if action.kind == "add":
                     _, target, source = action
@@ -487,8 +521,9 @@ class Shards:
         flat.zero_()
         self._sums = [0.0] * (SUMS - 1)
         versions = self._prepare_shard(gradients) if train else []
-        generator.manual_seed(seed_of(self.seed, step, shard, train))
-        yield lo, hi  # the caller runs the shard here
+        self.seed_shard(shard, step, train)
+        with self.modes.held():
+            yield lo, hi  # the caller runs the shard here
         loss, *metrics = self._sums
         tail = [loss, float(hi - lo), *metrics]
         if train:
@@ -504,14 +539,18 @@ class Shards:
         were.
         """
         _, train, _ = self._open_batch
-        with self.drawing(step, train):
+        with self.modes.held(), self.drawing(step, train):
             for shard in self.local_shards(samples, train):
-                generator.manual_seed(seed_of(self.seed, step, shard, train))
+                self.seed_shard(shard, step, train)
                 try:
                     yield shard * self.shard_size, min((shard + 1) * self.shard_size, samples)
                 finally:
                     if train:
                         self.norms.put_back()
+
+    def seed_shard(self, shard: int, step: int, train: bool = True) -> None:
+        """Seeds torch's generator for a shard."""
+        generator.manual_seed(seed_of(self.seed, step, shard, train))
 
     @contextlib.contextmanager
     def drawing(self, step: int, train: bool) -> Iterator[None]:
@@ -582,6 +621,11 @@ class Shards:
         Afterwards the caller updates the parameters and calls `settle`. If a rank's part failed,
         all ranks raise its error, and nothing was changed.
         """
+        with self.modes.held():
+            return self._sum_up()
+
+    def _sum_up(self) -> BatchSums:
+        """Completes the sums, in the modes of shards; see `sums`."""
         _, train, outcome = self._open_batch
         result = self._complete_sums()
         sums_at = self._layout.sums if train else 0

@@ -20,11 +20,11 @@ from ..errors import CheckpointError, ConfigError
 from ..nn import settings as of_modules
 from ..parallel import Strategy
 from ..settings import Training, of_checkpoint
-from ..train import CAPTURED, BatchSharing, as_json, resume
+from ..train import ARITHMETIC, CAPTURED, BatchSharing, as_json, resume
 from .changing import share
 from .feed import ModuleFeed
 from .optimizer_state import SavedState, merged
-from .shards import described, environment
+from .shards import described, environment, machine
 from .stepper import ModuleStepper
 
 # the file of a checkpoint with the arrays of values of the optimizer that are not plain tensors
@@ -118,7 +118,7 @@ class ModuleState:
     def configuration(self) -> dict[str, Any]:
         return as_json(
             {
-                **environment(),
+                **environment(self.shards.modes),
                 **self.description,
                 "shard size": self.sharing.shard_size,
                 "precision": self.settings.precision,
@@ -239,6 +239,7 @@ class ModuleState:
                     "others": optimizer.others,
                 },
                 "captured": captured,
+                ARITHMETIC: self.shards.arithmetic.state(),
                 "scheduled": self.stepper.scheduled,
                 "changed": {
                     "clip_norm": self.stepper.clip_norm,
@@ -292,6 +293,7 @@ class ModuleState:
         if "captured" not in values:  # before 0.3, the scheduler was described in another way
             saved = {**saved, "scheduler": saved.get("scheduler", [])[:2]}
             now["scheduler"] = now["scheduler"][:2]
+        saved = self._compare_arithmetic(values, saved, now, name)
         resume.check(saved, now, name)
         tensors = self._weights_of(snapshot, name)
         optimizer = values.get("optimizer")
@@ -328,6 +330,26 @@ class ModuleState:
         self.feed.orders.load(arrays.get("generators", {}), name)
         self.sharing.shard_size = size
         self.stepper.steps = snapshot.step
+
+    def _compare_arithmetic(
+        self, values: dict[str, Any], saved: dict[str, Any], now: dict[str, Any], name: str
+    ) -> dict[str, Any]:
+        """Compares what this process computes with a checkpoint.
+
+        Returns the saved configuration, without differences that are allowed.
+        """
+        arithmetic = self.shards.arithmetic
+        step = self.stepper.steps
+        if arithmetic.allowed:
+            for key in as_json(machine()):
+                if key in saved and saved[key] != now[key]:
+                    arithmetic.note(
+                        f"{name} was made with {key} {saved[key]}, this process has {now[key]}",
+                        step,
+                    )
+                    saved = {**saved, key: now[key]}
+        arithmetic.check_saved(values.get(ARITHMETIC), name, step)
+        return saved
 
     def restore_captured(self, snapshot: Snapshot, name: str, final: bool) -> None:
         """Restores what the walk has captured; checkpoints before 0.3 have nothing of it.

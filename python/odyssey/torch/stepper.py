@@ -210,6 +210,13 @@ class ModuleStepper(Stepper):
         # with zero=3 forward() of one rank would wait for the others
         self.forward_check.end(None if self.zero == 3 and self.comm.size > 1 else compute)
 
+    def run_alone(self, x: Any, y: Any, samples: int) -> None:
+        """Runs forward and backward of a shard that counts nowhere."""
+        weight = 1 if self._loss_is_sum else samples
+        with self._enter_autocast():
+            loss = self._compute_loss(*self._compute_output(x, y))
+        (loss if weight == 1 else loss * weight).backward()
+
     def _run_shard(self, x: Any, y: Any, lo: int, samples: int, train: bool) -> None:
         """Runs forward and, if `train`, backward of a shard, and counts its loss and metrics.
 

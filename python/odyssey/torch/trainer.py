@@ -37,6 +37,7 @@ from .changing import ForwardCheck, ForwardWatch
 from .checks import ModuleChecks
 from .data import Shared
 from .feed import ModuleFeed
+from .first_shard import FirstShard
 from .optimizer_parts import OptimizerParts
 from .shards import BatchSums, Shards
 from .state import ModuleState
@@ -160,6 +161,7 @@ class DistributedTrainer(Trainer):
             "tell": self.say,
             "shard_size": settings.shard_size,
             "seed": settings.seed,
+            "other_arithmetic": settings.other_arithmetic,
         }
         if settings.zero > 1 and self.comm.size > 1:
             autocast = settings.precision == "bf16"
@@ -215,7 +217,12 @@ class DistributedTrainer(Trainer):
         self.checks = ModuleChecks(
             self.mode,
             self.stepper,
-            threads=self.threads,
+            first_shard=FirstShard(
+                self.shards,
+                self.stepper.forward_check,
+                zero=self.zero,
+                run=self.stepper.run_alone,
+            ),
             strategy=self.strategy,
             check_every=settings.check_every,
             say=self.say,
@@ -239,11 +246,11 @@ class DistributedTrainer(Trainer):
         self._share_out(batch)
         self.stepper.prepare(self.context.cursor.epoch)
         rate = self.rate
-        self.checks.watch.batch(batch, self.steps)
+        self.checks.before_step(batch)
         sums = self.stepper.run(batch, self.steps, whole_set=self._epoch_set)
         values = self._epoch_set.exchange()
         self._check_route(len(batch.indices))
-        with slot.span("optimizer"):
+        with slot.span("optimizer"), self.shards.modes.held():
             applied = self.stepper.commit(sums)
         if applied:
             self.numerics.fine()

@@ -438,6 +438,9 @@ class Spread(Shards):
             return super().local_shards(samples, train)
         return range(self.comm.rank, planning.shard_count(samples, self.shard_size), self.comm.size)
 
+    def owner_of_first(self, samples: int) -> int:
+        return 0
+
     def begin(self, samples: int, train: bool = True) -> StepOutcome:
         if not train:
             return super().begin(samples, train)
@@ -466,7 +469,11 @@ class Spread(Shards):
             yield from super().run(samples, step)
             return
         shards = self.local_shards(samples)
-        with contextlib.ExitStack() as hooks, self._forbid_other_changes(True):
+        with (
+            self.modes.held(),
+            contextlib.ExitStack() as hooks,
+            self._forbid_other_changes(True),
+        ):
             for i, (_, parameter) in enumerate(self.arena.named[: self.arena.trained]):
                 if parameter.requires_grad:
                     hook = self._make_gradient_hook(i)

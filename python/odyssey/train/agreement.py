@@ -13,7 +13,7 @@ others are compared with.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,20 +62,32 @@ def texts(comm: Communicator, mine: str, limit: int = TEXT) -> list[str]:
     return [row.tobytes().decode(errors="ignore") for row in found]
 
 
+def differences(comm: Communicator, settings: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the settings in which ranks differ, by name; a collective call.
+
+    The value is the first rank, as the group counts, that differs from the group's first.
+    """
+    _, everyone = first_other(comm, [hash_of(v) for v in settings.values()])
+    return {
+        name: int(np.argmax(column != column[0]))
+        for name, column in zip(settings, everyone.T, strict=True)
+        if (column != column[0]).any()
+    }
+
+
 def difference(comm: Communicator, settings: dict[str, Any]) -> str | None:
     """Returns what to say of the first setting that a rank has otherwise than a group's first; a
     collective call.
     """
-    _, everyone = first_other(comm, [hash_of(v) for v in settings.values()])
-    for name, column in zip(settings, everyone.T, strict=True):
-        if (others := np.flatnonzero(column != column[0])).size:
-            other = comm.ranks[others[0]]
-            first = comm.ranks[0]
-            return (
-                f"the {name} of rank {other} differs from that of rank {first}; start all "
-                "ranks alike"
-            )
-    return None
+    return next((told(comm, *found) for found in differences(comm, settings).items()), None)
+
+
+def told(comm: Communicator, name: str, other: int) -> str:
+    """Returns what to say of a setting that rank `other` has otherwise than the group's first."""
+    return (
+        f"the {name} of rank {comm.ranks[other]} differs from that of rank {comm.ranks[0]}; start "
+        "all ranks alike"
+    )
 
 
 def compare(comm: Communicator, settings: dict[str, Any]) -> None:

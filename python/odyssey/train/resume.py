@@ -49,7 +49,7 @@ ANEW = (
     "anew (resume='never', --resume never, and another directory)"
 )
 #: Settings that are missing in older checkpoints, and in those of user-written loops.
-OPTIONAL_KEYS = ("accumulation", "settings of layers", "settings of the loss")
+OPTIONAL_KEYS = ("accumulation", "settings of layers", "settings of the loss", "default dtype")
 
 
 def probed(schedule: Schedule, steps: Iterable[int] = PROBES) -> list[float | None]:

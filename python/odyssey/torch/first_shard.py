@@ -1,0 +1,157 @@
+"""The first shard of a batch, which every rank computes before the first update of a fit().
+
+Ranks compare the hash of its gradients. So a processor or library whose results differ is found by
+the model's own operations, which the samples of arithmetic.py may lack. The rank that owns the
+shard sends its inputs and targets, and torch's generator has the seed of the shard. Nothing that
+the shard changes stays: generators, running statistics, gradients, and what forward() sets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from .. import data as datasets
+from ..capture import NotAValue, decode, encode
+from ..core import fingerprint
+from ..train import spread
+from .changing import ForwardCheck
+from .data import part
+from .seeded import keys, put_back, states
+from .shards import Shards
+
+
+class FirstShard:
+    """Compares the gradients of a batch's first shard between ranks, once for each fit().
+
+    With zero=3, and with deterministic="warn", nothing is compared: ranks have parameters in parts,
+    or operations may have other results each time.
+
+    Args:
+        shards: runs the shards of a batch.
+        forward_check: puts back what forward() changes.
+        zero: the stage of ZeRO.
+        run: runs forward and backward of a shard: run(inputs, targets, samples).
+
+    Attributes:
+        is_due: True before the first step of a fit().
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        forward_check: ForwardCheck,
+        *,
+        zero: int,
+        run: Callable[[Any, Any, int], None],
+    ) -> None:
+        self.shards = shards
+        self.comm = shards.comm
+        self.forward_check = forward_check
+        self.zero = zero
+        self.run = run
+        self.is_due = True
+
+    def compare(self, batch: datasets.Batch, step: int) -> None:
+        """Compares the gradients, if that is due; a collective call.
+
+        Raises ConfigError, on all ranks: they differ, and other arithmetic isn't allowed.
+        """
+        is_due = self.is_due
+        self.is_due = False
+        if not is_due or self.comm.size == 1 or self.zero == 3 or not self.shards.strict:
+            return
+        value = self._send_samples(batch)
+        gradients: int | None = None
+        if value is not None:
+            # an error of the model is raised by the step
+            with contextlib.suppress(Exception):
+                gradients = self._compute(value, step)
+        self.shards.arithmetic.compare_first_shard(gradients, step)
+
+    def _send_samples(self, batch: datasets.Batch) -> tuple[Any, Any] | None:
+        """Returns inputs and targets of the first shard on all ranks; a collective call.
+
+        None if they can't be sent, for example objects of a user's own class.
+        """
+        samples = len(batch.indices)
+        owner = self.shards.owner_of_first(samples)
+        value: list[Any] | None = None
+        if self.comm.rank == owner:
+            # an error of the data is raised by the step
+            with contextlib.suppress(NotAValue, Exception):
+                batch = batch.covering(*self.shards.share(samples))
+                stop = min(self.shards.shard_size or samples, samples)
+                pair = part(batch, 0, stop)
+                arrays: dict[str, Any] = {}
+                value = [encode(pair, arrays, "shard"), arrays, stop]
+        value = spread(self.comm, value, owner)
+        if value is None:
+            return None
+        node, arrays, self._samples = value
+        # a copy of each tensor: bits of a product may depend on where in memory it starts
+        x, y = tree_map(_copy, decode(node, arrays))
+        return x, y
+
+    def _compute(self, value: tuple[Any, Any], step: int) -> int | None:
+        """Returns the fingerprint of the gradients; None if they depend on generators that differ
+        between ranks.
+        """
+        x, y = value
+        generators = states()
+        try:
+            with (
+                self.shards.modes.held(),
+                self.shards.norms.unchanged(),
+                self.forward_check.undone(),
+                self._gathered_prints() as prints,
+            ):
+                self.shards.seed_shard(0, step)
+                self.run(x, y, self._samples)
+            _, *others = zip(keys(generators), keys(states()), strict=True)
+            is_seeded = all(before == after for before, after in others)
+            return fingerprint.add(prints) if is_seeded else None
+        finally:
+            put_back(generators)
+
+    @contextlib.contextmanager
+    def _gathered_prints(self) -> Iterator[list[int]]:
+        """Yields a list of fingerprints of the gradients that backward() computes in the block.
+
+        A gradient is freed as soon as its fingerprint is taken. Earlier gradients are put back.
+        """
+        arena = self.shards.arena
+        trained = [p for _, p in arena.named[: arena.trained]]
+        previous = [p.grad for p in trained]
+        prints: list[int] = []
+
+        def take(parameter: torch.Tensor, start: int) -> None:
+            gradient = parameter.grad
+            parameter.grad = None
+            if gradient is not None:
+                flat = gradient.detach().contiguous().reshape(-1)
+                prints.append(fingerprint.of_bytes(flat.numpy(), start))
+
+        with contextlib.ExitStack() as hooks:
+            for parameter, start in zip(trained, arena.at, strict=False):
+                parameter.grad = None
+                if parameter.requires_grad:
+
+                    def hook(parameter: torch.Tensor, start: int = start) -> None:
+                        take(parameter, start)
+
+                    handle = parameter.register_post_accumulate_grad_hook(hook)
+                    hooks.callback(handle.remove)
+            try:
+                yield prints
+            finally:
+                for parameter, gradient in zip(trained, previous, strict=True):
+                    parameter.grad = gradient
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
