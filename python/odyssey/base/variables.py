@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+OTHER_ARITHMETIC = "ODYSSEY_OTHER_ARITHMETIC"  # set: ranks may compute different results
 #: A name that ends with "*" stands for all names that start so.
 DECIDE_BITS = (
     # kernels of PyTorch, oneDNN and MKL: the instructions that they use

@@ -113,6 +113,21 @@ class RunnerInputs:
     known_reductions: dict[Any, Any]
 
 
+def set_arrays(context: native.Context, data: ArrayDataset) -> np.ndarray:
+    """Makes what runs with a context read the arrays of a data set.
+
+    Returns the addresses of the arrays, which must live as long as the context.
+    """
+    if data.normalised:
+        context.images = data.images.ctypes.data
+        context.bytes = int(data.images.dtype.itemsize == 1)
+    addresses = np.array([a.ctypes.data for a in data.gathered], np.int64)
+    context.arrays = addresses.ctypes.data
+    context.scale = data.scale.ctypes.data
+    context.shift = data.shift.ctypes.data
+    return addresses
+
+
 class Runner:
     """Base of DirectRunner, BucketedRunner, PipelineRunner and gpu.runner.GpuRunner.
 
@@ -244,14 +259,7 @@ class Runner:
 
     def use(self, data: ArrayDataset) -> None:
         """Makes the next steps read the arrays of a data set."""
-        context = self.context
-        if data.normalised:
-            context.images = data.images.ctypes.data
-            context.bytes = int(data.images.dtype.itemsize == 1)
-        self._array_addresses = np.array([a.ctypes.data for a in data.gathered], np.int64)
-        context.arrays = self._array_addresses.ctypes.data
-        context.scale = data.scale.ctypes.data
-        context.shift = data.shift.ctypes.data
+        self._array_addresses = set_arrays(self.context, data)
         self.data = data
 
     def run(self) -> Sums:

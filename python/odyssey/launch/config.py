@@ -47,6 +47,8 @@ class LaunchConfig:
         env: names of variables that ranks get besides those of the allow-list.
         bind_if: network interface that MPI uses.
         allow_root: start although this is root on a machine where others work.
+        other_arithmetic: ranks may compute different results from the same numbers, because of
+            their processors, libraries or variables (ODYSSEY_OTHER_ARITHMETIC).
         backend: how a script's ranks meet: "auto" and "mpi" by the launcher itself, "gloo": by the
             variables of env:// as well (MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK, LOCAL_RANK).
         master_port: for that; default a free one.
@@ -69,6 +71,7 @@ class LaunchConfig:
     env: tuple[str, ...] = ()
     bind_if: str | None = None
     allow_root: bool = False
+    other_arithmetic: bool = False
     backend: str = "auto"
     master_port: int | None = None
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ..base import runs
 from ..base.launcher import free_port
-from ..base.variables import DECIDE_BITS, is_named
+from ..base.variables import DECIDE_BITS, OTHER_ARITHMETIC, is_named
 from ..errors import ConfigError, LaunchError, printable
 from .config import LaunchConfig
 
@@ -146,6 +146,8 @@ def build_environment(
     out.setdefault("MOJO_PYTHON", sys.executable)  # the Python that a Mojo program finds odyssey in
     if config.watchdog is not None:
         out["ODYSSEY_WATCHDOG"] = f"{config.watchdog:g}"
+    if config.other_arithmetic:
+        out[OTHER_ARITHMETIC] = "1"
     if starter.kind == "srun" and "SLURM_CPUS_PER_TASK" in out:
         # srun does not take it over by itself since SLURM 22.05
         out["SRUN_CPUS_PER_TASK"] = given.get("SRUN_CPUS_PER_TASK", out["SLURM_CPUS_PER_TASK"])

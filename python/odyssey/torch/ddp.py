@@ -39,6 +39,7 @@ from ..data import Batch
 from ..errors import ConfigError, check_integer
 from ..parallel import Strategy, default_shard_size
 from .data import Shared, tree_of
+from .modes import flushes_subnormals
 from .shards import LoopError, Shards, generator
 
 ADVICE_ONE_NET = "make one DistributedDataParallel of nn.ModuleDict({name: module, ...})"
@@ -112,7 +113,15 @@ class DistributedDataParallel(torch.nn.Module):
             mean=True,
             tell=lambda line: warnings.warn(line, stacklevel=2),
         )
-        self._shards.agree({"shard_size": shard_size, "seed": seed, "deterministic": deterministic})
+        self._shards.agree(
+            {
+                "shard_size": shard_size,
+                "seed": seed,
+                "deterministic": deterministic,
+                # the optimizer's step is in the loop, where no mode is set
+                "treatment of subnormal numbers (torch.set_flush_denormal)": flushes_subnormals(),
+            }
+        )
         self._arena = self._shards.arena
         self._trained = [p for _, p in self._arena.named[: self._arena.trained]]
         self.steps = 0

@@ -132,6 +132,7 @@ class DistributedTrainer(Trainer):
         self.replicas = self.comm.size
         self.shards = self._make_shards()
         self.arena = self.shards.arena
+        self.arithmetic = self.shards.arithmetic
         if not module.training:
             module.train()
         # a rank runs its shards one after the other

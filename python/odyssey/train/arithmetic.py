@@ -23,13 +23,12 @@ from typing import Any
 
 import numpy as np
 
-from ..base.variables import deciding
+from ..base.variables import OTHER_ARITHMETIC, deciding
 from ..comm import Communicator
 from ..core import fingerprint
 from ..errors import ConfigError, printable
 from . import agreement
 
-OTHER_ARITHMETIC = "ODYSSEY_OTHER_ARITHMETIC"  # allows it where no keyword does
 ARITHMETIC = "arithmetic"  # the key in the values of a checkpoint
 FIRST_SHARD = "gradients of the first shard"
 _DESCRIPTION_BYTES = 16 << 10  # by which a rank describes itself after a difference

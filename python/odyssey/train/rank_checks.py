@@ -19,11 +19,13 @@ from ..comm import Communicator
 from ..core.fingerprint import hash_of
 from ..data import Batch
 from ..engine.engine import Engine
+from ..engine.first_shard import has_whole_model, print_first_shard
 from ..engine.layout import Layout
 from ..engine.listing import first_difference
-from ..errors import LINE, ConfigError, NumericsError, ShapeError
+from ..errors import LINE, ConfigError, NumericsError, OdysseyError, ShapeError
 from ..settings.declarations import Training, declared
 from . import agreement, numerics, resume
+from .arithmetic import Arithmetic
 from .changing import ChangingSettings
 from .stepper import EngineStepper
 
@@ -31,17 +33,26 @@ WORD = 8  # hexadecimal digits of the hash of an op in a checkpoint
 
 
 def compare_settings(
-    comm: Communicator, settings: Training, extra_settings: dict[str, Any]
+    comm: Communicator,
+    settings: Training,
+    extra_settings: dict[str, Any],
+    arithmetic: Arithmetic | None = None,
 ) -> None:
     """Raises ConfigError, on all ranks, if they differ in settings or in these; a collective
     call.
+
+    arithmetic: compares what ranks compute in the same call; None: nothing.
     """
     common_settings = {
         name: getattr(settings, name)
         for name, declaration in declared(Training).items()
         if declaration.same_on_ranks
     }
-    agreement.compare(comm, {**common_settings, **extra_settings})
+    compared = {**common_settings, **extra_settings}
+    if arithmetic is None:
+        agreement.compare(comm, compared)
+    else:
+        arithmetic.compare(compared)
 
 
 class RankChecks:
@@ -134,8 +145,12 @@ class EngineChecks(RankChecks):
         check_every: int,
         say: Callable[[str], None],
         capture: Capture,
+        arithmetic: Arithmetic,
     ) -> None:
         super().__init__(stepper.mode, check_every, say, capture)
+        self.arithmetic = arithmetic
+        # the gradients of the first shard of the next step are compared
+        self._compares_first_shard = True
         self.stepper = stepper
         self.settings = settings
         self.layout = layout
@@ -149,6 +164,7 @@ class EngineChecks(RankChecks):
 
     def begin_fit(self, context: Context, compared_data: datasets.ArrayDataset | None) -> None:
         super().begin_fit(context, compared_data)
+        self._compares_first_shard = not context.saving.nondeterministic
         self.settings.remember()
         self._read_by_rule = self._find_read_by_rule()
 
@@ -163,10 +179,28 @@ class EngineChecks(RankChecks):
         says of the first step after it.
         """
         self.compare_step(batch)
+        self._compare_first_shard(batch)
         if self._expected_program is not None:
             self._check_expected_program(batch)
         if self._expected_buckets[0] is not None:
             self._check_expected_buckets(batch)
+
+    def _compare_first_shard(self, batch: Batch) -> None:
+        """Compares the gradients of the first shard of a fit()'s first step, where ranks have the
+        whole model; a collective call.
+
+        Raises ConfigError, on all ranks: ranks compute different results.
+        """
+        is_due = self._compares_first_shard and self.comm.size > 1 and self.mode.together
+        self._compares_first_shard = False
+        engine = self.stepper.engine
+        if not is_due or not has_whole_model(engine):
+            return
+        value: int | None = None
+        with contextlib.suppress(OdysseyError):  # the step raises it
+            engine.loss_scale = self.stepper.scaler.value
+            value = print_first_shard(engine, batch, self.stepper.steps)
+        self.arithmetic.compare_first_shard(value, self.stepper.steps)
 
     def compare_step(self, batch: Batch) -> None:
         """Compares what the ranks are given in a step and what their models do with it, where

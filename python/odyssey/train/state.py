@@ -25,6 +25,7 @@ from ..errors import CheckpointError, ConfigError, NumericsError
 from ..parallel.mesh import Mesh
 from ..settings.declarations import Training, of_checkpoint
 from . import agreement, resume
+from .arithmetic import ARITHMETIC, Arithmetic
 from .changing import ChangingSettings
 from .feed import BatchFeed
 from .rank_checks import EngineChecks
@@ -50,6 +51,7 @@ class EngineState:
         capture: knows the state beyond weights.
         sharing: has the shard size.
         feed: has the description of the data.
+        arithmetic: compares what this process computes with a checkpoint.
         layout, mesh: of all ranks.
         settings: of the trainer.
         say: tells the user a line.
@@ -64,6 +66,7 @@ class EngineState:
         capture: Capture,
         sharing: BatchSharing,
         feed: BatchFeed,
+        arithmetic: Arithmetic,
         layout: Layout,
         mesh: Mesh,
         settings: Training,
@@ -82,6 +85,7 @@ class EngineState:
         self.capture = capture
         self.sharing = sharing
         self.feed = feed
+        self.arithmetic = arithmetic
         self.layout = layout
         self.mesh = mesh
         self.settings = settings
@@ -315,6 +319,7 @@ class EngineState:
             "buckets": None if self.layout.reduction.same_bits else self.engine.ownership.cut,
             "configuration": self.configuration(),
             "kernels": KERNELS,
+            ARITHMETIC: self.arithmetic.state(),
             "bucket size": self.layout.bucket_size_mb,
             "ranks": self.comm.size,
             "mesh": str(self.mesh),
@@ -405,6 +410,8 @@ class EngineState:
                 f"[resume] {name} was made with kernels {kernels}, these are {KERNELS}: from here "
                 "on the bits may be others than those of a training that was never stopped"
             )
+        else:
+            self.arithmetic.check_saved(values.get(ARITHMETIC), name, self.stepper.steps)
         other = self._other_layout(values, "ranks", "mesh", "zero", "bucket size")
         if other and now["reduction"] != "tree":
             self.say(

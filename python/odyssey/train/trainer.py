@@ -20,6 +20,7 @@ from ..base.outputs import write_weights
 from ..capture import Capture
 from ..checkpoints.trainable import Evaluation, History, Step
 from ..compile import gpus
+from ..core import arithmetic as samples
 from ..core import precision as precisions
 from ..core.arena import Arena
 from ..core.offload import maker, offload
@@ -35,6 +36,7 @@ from ..parallel.strategy import MODES, Strategy
 from ..settings import declarations as declaration
 from ..settings.declarations import Training
 from . import agreement, construction, rank_checks, resume, trained_models
+from .arithmetic import Arithmetic
 from .batches import evaluated, in_batches
 from .captured import kept_by_arena, roots_of
 from .changing import ChangingSettings
@@ -137,6 +139,13 @@ class DistributedTrainer(Trainer):
         )
         self.lr_scaling = training.lr_scaling
         self.arena = self._bind(strategy)
+        self.arithmetic = Arithmetic(
+            comm,
+            dict if devices else samples.sample,  # kernels of GPUs are not sampled
+            samples.libraries(),
+            allowed=training.other_arithmetic,
+            say=self.say,
+        )
         self._make_ranks_alike()
         team = self._device_group(devices)
         self.loss = construction.make_loss(loss, model)
@@ -175,7 +184,7 @@ class DistributedTrainer(Trainer):
             "parameters without weight decay (undecayed)": self.optimizer.undecayed_names,
             "schedule": resume.probed(self.schedule),
         }
-        rank_checks.compare_settings(self.comm, self.settings, extra_settings)
+        rank_checks.compare_settings(self.comm, self.settings, extra_settings, self.arithmetic)
         agreement.parameters(self.comm, self.arena)
         self.comm.broadcast(self.arena.params)
 
@@ -293,7 +302,13 @@ class DistributedTrainer(Trainer):
         changing = ChangingSettings(self.stepper)
         engine.agreed_state = changing.of_update
         self.checks = EngineChecks(
-            self.stepper, changing, self.layout, settings.check_every, self.say, self.capture
+            self.stepper,
+            changing,
+            self.layout,
+            settings.check_every,
+            self.say,
+            self.capture,
+            self.arithmetic,
         )
         self.training_state = EngineState(
             stepper=self.stepper,
@@ -302,6 +317,7 @@ class DistributedTrainer(Trainer):
             capture=self.capture,
             sharing=self.sharing,
             feed=self.feed,
+            arithmetic=self.arithmetic,
             layout=self.layout,
             mesh=self.mesh,
             settings=settings,

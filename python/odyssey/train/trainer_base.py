@@ -7,6 +7,7 @@ A trainer is put together from parts, each in a file of its own:
     sharing         shards of a batch                                   sharing.py
     stepper         sums of a batch, update                             stepper.py, torch/stepper.py
     checks          comparisons between ranks                           rank_checks.py, torch/checks.py
+    arithmetic      the results of ranks from the same numbers          arithmetic.py
     training_state  what checkpoints hold, and what a user looks at     state.py, torch/state.py
     capture         state beyond weights: the user's own objects        captured.py, capture/
     reporter        lines to the user                                   reporter.py
@@ -36,6 +37,7 @@ from ..core.offload import offload
 from ..errors import ConfigError
 from ..settings.declarations import Training, check
 from . import agreement, checkpoint_parts, resume
+from .arithmetic import Arithmetic
 from .feed import BatchFeed
 from .loop import FitOptions, Loop, check_callbacks
 from .numerics import NonFinite
@@ -63,6 +65,7 @@ class Trainer:
     checks: RankChecks
     training_state: Any  # state.EngineState or torch.state.ModuleState
     capture: Capture
+    arithmetic: Arithmetic
     layout: Any  # engine.layout.Layout
     metrics: Any  # by name; None: accuracy, where targets are classes
     whole_set: WholeSet  # the metrics of the whole set, of the epoch that is under way

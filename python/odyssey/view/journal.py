@@ -95,6 +95,7 @@ class Journal(Callback):
             "device": getattr(trainer, "device", "cpu"),
             "launcher": comm.why,
         }
+        about["arithmetic"] = trainer.arithmetic.state()
         self._write("start", **about, epochs=context.epochs, batch_size=context.batch_size)
 
     def on_sync(self, context: Context) -> None:

@@ -71,6 +71,12 @@ SHORT = "Start ranks, and start them again when something fails."
 @click.option(
     "--allow-root", is_flag=True, help="Start as root although others work on this machine."
 )
+@click.option(
+    "--other-arithmetic",
+    is_flag=True,
+    help="Train although processors, libraries or their variables compute different results from "
+    "the same numbers.",
+)
 @click.argument("script", metavar="SCRIPT.py|-m MODULE|PROGRAM|train")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
