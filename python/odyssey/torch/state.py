@@ -293,8 +293,13 @@ class ModuleState:
         if "captured" not in values:  # before 0.3, the scheduler was described in another way
             saved = {**saved, "scheduler": saved.get("scheduler", [])[:2]}
             now["scheduler"] = now["scheduler"][:2]
-        saved = self._compare_arithmetic(values, saved, now, name)
-        resume.check(saved, now, name)
+        libraries = {
+            key: (now[key], saved[key])
+            for key in machine()
+            if key in saved and saved[key] != now[key]
+        }
+        resume.check({**saved, **{key: now[key] for key in libraries}}, now, name)
+        self.shards.arithmetic.check_saved(values.get(ARITHMETIC), name, snapshot.step, libraries)
         tensors = self._weights_of(snapshot, name)
         optimizer = values.get("optimizer")
         self.parts.check_saved(optimizer, name)
@@ -330,26 +335,6 @@ class ModuleState:
         self.feed.orders.load(arrays.get("generators", {}), name)
         self.sharing.shard_size = size
         self.stepper.steps = snapshot.step
-
-    def _compare_arithmetic(
-        self, values: dict[str, Any], saved: dict[str, Any], now: dict[str, Any], name: str
-    ) -> dict[str, Any]:
-        """Compares what this process computes with a checkpoint.
-
-        Returns the saved configuration, without differences that are allowed.
-        """
-        arithmetic = self.shards.arithmetic
-        step = self.stepper.steps
-        if arithmetic.allowed:
-            for key in as_json(machine()):
-                if key in saved and saved[key] != now[key]:
-                    arithmetic.note(
-                        f"{name} was made with {key} {saved[key]}, this process has {now[key]}",
-                        step,
-                    )
-                    saved = {**saved, key: now[key]}
-        arithmetic.check_saved(values.get(ARITHMETIC), name, step)
-        return saved
 
     def restore_captured(self, snapshot: Snapshot, name: str, final: bool) -> None:
         """Restores what the walk has captured; checkpoints before 0.3 have nothing of it.

@@ -152,26 +152,31 @@ class Arithmetic:
         """Returns what a checkpoint and the journal hold of it, as JSON values."""
         return {"samples": self.samples, **self._describe_process(), "notes": self.notes}
 
-    def check_saved(self, saved: Any, name: str, step: int) -> None:
+    def check_saved(
+        self, saved: Any, name: str, step: int, libraries: Mapping[str, tuple[Any, Any]] = {}
+    ) -> None:
         """Compares the operations of this process with those of a checkpoint.
 
         Args:
             saved: what `state` returned. Checkpoints before 0.3 have nothing, which is accepted.
             name: of the checkpoint, for messages.
             step: of the checkpoint.
+            libraries: properties of libraries that differ, as (now, in the checkpoint) by name.
 
         Raises ConfigError: they differ, and other arithmetic isn't allowed.
         """
-        if not isinstance(saved, dict) or not isinstance(saved.get("samples"), dict):
-            return
+        saved = saved if isinstance(saved, dict) else {}
         for note in saved.get("notes") or []:
             if note not in self.notes:
                 self.notes.append(note)
-        samples = saved["samples"]
-        names = [n for n, value in self.samples.items() if samples.get(n, value) != value]
+        names = [f"{key} {now} instead of {before}" for key, (now, before) in libraries.items()]
+        if isinstance(saved_samples := saved.get("samples"), dict):
+            names += [n for n, own in self.samples.items() if saved_samples.get(n, own) != own]
         if not names:
             return
-        causes = _find_causes(self._describe_process(), saved, "now", f"in {name}")
+        causes = "the checkpoint doesn't say on what it was computed"
+        if saved:
+            causes = _find_causes(self._describe_process(), saved, "now", f"in {name}")
         text = (
             f"this process computes different results from the same numbers than the one that "
             f"wrote {name} ({', '.join(names)}); {causes}"

@@ -411,7 +411,7 @@ class EngineState:
                 "on the bits may be others than those of a training that was never stopped"
             )
         else:
-            self.arithmetic.check_saved(values.get(ARITHMETIC), name, self.stepper.steps)
+            self.arithmetic.check_saved(values.get(ARITHMETIC), name, snapshot.step)
         other = self._other_layout(values, "ranks", "mesh", "zero", "bucket size")
         if other and now["reduction"] != "tree":
             self.say(
