@@ -64,8 +64,8 @@ def _fill(*shape: int, start: int = 0) -> Tensor:
     Sums of numbers of one size would be exact, in any order.
     """
     index = np.arange(start, start + int(np.prod(shape)), dtype=np.int64) % _NUMBERS
-    whole = (index * 2654435761) % _NUMBERS - _NUMBERS // 2
-    return Tensor(np.ldexp(whole.astype(np.float32), -(10 + index % 11)).reshape(shape))
+    numerators = (index * 2654435761) % _NUMBERS - _NUMBERS // 2
+    return Tensor(np.ldexp(numerators.astype(np.float32), -(10 + index % 11)).reshape(shape))
 
 
 def _compute_products() -> Iterable[Tensor]:

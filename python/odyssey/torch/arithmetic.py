@@ -65,8 +65,8 @@ def _numbers() -> torch.Tensor:
     Sums of numbers of one size would be exact, in any order.
     """
     index = torch.arange(_NUMBERS, dtype=torch.int64)
-    whole = (index * 2654435761) % _NUMBERS - _NUMBERS // 2
-    return torch.ldexp(whole.to(torch.float32), -(10 + index % 11))
+    numerators = (index * 2654435761) % _NUMBERS - _NUMBERS // 2
+    return torch.ldexp(numerators.to(torch.float32), -(10 + index % 11))
 
 
 def _fill(shape: tuple[int, ...], dtype: torch.dtype, start: int = 0) -> torch.Tensor:

@@ -153,7 +153,7 @@ class ModuleStepper(Stepper):
         is_split = samples > (self.shards.shard_size or samples)
         if train and self.forward_check.is_due:
             self.forward_check.begin()
-        with self.shards.phase(), outcome.tried():
+        with self.shards.phase(), self.shards.modes.held(), outcome.tried():
             batch = batch.covering(*self.shards.share(samples, train))
             if is_split and train and not self._loss_checked:
                 self._check_loss(batch, samples)
@@ -296,6 +296,7 @@ class ModuleStepper(Stepper):
         joined: WholeBatchLoss | None = None
         with (
             self.shards.phase(),
+            self.shards.modes.held(),
             outcome.tried(),
             self.shards.drawing(step, train),
             self._enter_autocast(),
