@@ -24,6 +24,7 @@ from odyssey.torch.modes import Modes, flushes_subnormals
 torch.manual_seed(2)
 BATCHES = [(torch.randn(24, 6), torch.randint(0, 3, (24,))) for _ in range(3)]
 _building = threading.Lock()
+MODES = (False, 1, "highest", torch.float32, True)  # of shards, as _read_modes() returns them
 CAUSE = "they have the same variables, libraries and processor"
 
 PROGRAM = """
@@ -381,25 +382,27 @@ class Changes(callbacks.Callback):
 def test_modes_that_a_callback_changes_are_set_for_steps_and_put_back(own_modes):
     alone = sha_of(None, net=Modal)
     trainer = trained(None, net=Modal, listeners=[Changes()])
-    assert trainer.module.read == (False, 1, "highest", torch.float32, True)
+    assert trainer.module.read == MODES
     assert _read_modes() == (True, 2, "medium", torch.float64, False)
     assert trainer.weights_sha256() == alone
     trainer.evaluate(BATCHES)
-    assert trainer.module.read == (False, 1, "highest", torch.float32, True)
+    assert trainer.module.read == MODES
     trainer.predict(BATCHES[0][0])
-    assert trainer.module.read == (False, 1, "highest", torch.float32, True)
+    assert trainer.module.read == MODES
     assert _read_modes() == (True, 2, "medium", torch.float64, False)
 
 
-def test_modes_that_forward_changes_are_those_of_the_shard_alone(own_modes):
+def test_modes_that_forward_changes_are_those_of_its_shard_alone(own_modes):
     class Rude(Modal):
         def forward(self, x):
             out = super().forward(x)
+            assert self.read == MODES
             _set_modes()
             return out
 
-    assert sha_of(None, net=Rude) == sha_of(None, net=Modal)
-    assert _read_modes() == (False, 1, "highest", torch.float32, True)
+    trainer = trained(None, net=Rude)
+    trainer.evaluate(BATCHES)
+    assert _read_modes() == MODES
 
 
 def test_a_loop_of_ones_own_runs_shards_in_the_modes(own_modes):
@@ -410,7 +413,7 @@ def test_a_loop_of_ones_own_runs_shards_in_the_modes(own_modes):
     for x, y in net.shards(BATCHES[0]):
         nn.functional.cross_entropy(net(x), y).backward()
         read.append(_read_modes())
-    assert set(read) == {(False, 1, "highest", torch.float32, True)}
+    assert set(read) == {MODES}
     assert _read_modes() == (True, 2, "medium", torch.float64, False)
 
 

@@ -54,13 +54,11 @@ class Modes(NamedTuple):
         flushes = flushes_subnormals()
         try:
             self._set(deterministic=True)
-            if flushes:
-                torch.set_flush_denormal(False)
+            torch.set_flush_denormal(False)
             yield
         finally:
             previous._set(is_deterministic)
-            if flushes:
-                torch.set_flush_denormal(True)
+            torch.set_flush_denormal(flushes)
 
     def _set(self, deterministic: bool) -> None:
         """Sets the modes that are not set yet."""
