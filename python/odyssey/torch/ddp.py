@@ -110,7 +110,6 @@ class DistributedDataParallel(torch.nn.Module):
             seed=check_integer("seed", seed, 0, 2**63 - 1),
             threads=check_integer("threads", threads, 1),
             deterministic=deterministic,
-            mean=True,
             tell=lambda line: warnings.warn(line, stacklevel=2),
         )
         self._shards.agree(

@@ -5,12 +5,17 @@ the tree of parallel/plan.py, so that the sum has the same bits on any number of
 
 A shard sees nothing of the others. Its random numbers are seeded by (seed, step, shard). Running
 statistics start with their values before the step. Its gradients are written directly into a buffer
-of the reduction, which may be shared memory. The other results of the shard follow the gradients in
-that buffer (`SumsLayout` has their offsets):
+of the reduction, which may be shared memory.
 
-    statistics      the running statistics after shard s, times its number of samples
+backward() is called on the mean of a shard's losses. A full shard has weight 1, and a smaller last
+one its samples / the samples of a full shard. Gradients and losses are added with these weights,
+and the sum is divided by the sum of weights. So with one shard nothing is scaled, and the bits are
+those of a plain loop. The other results of a shard follow the gradients in the buffer (`SumsLayout`
+has their offsets):
+
+    statistics      the running statistics after shard s, times its weight
     changed         for each of these floats 1 if the shard changed it, else 0
-    14 sums         loss, samples, metrics
+    15 sums         loss times weight, samples, weight, metrics
     reached         for each parameter 1 if the shard reached it, else 0: a parameter that no shard
                     reaches has no gradient, as in plain torch
     counters        by how much the shard raised the integer buffers of normalisations
@@ -41,7 +46,7 @@ from .arena import ModuleArena, plain_name
 from .memory import ALIGN
 from .modes import Modes
 
-SUMS = 14  # loss, samples, metrics
+SUMS = 15  # loss, samples, weight, metrics
 ALL_SHARDS = 1 << 61  # seeds random numbers that belong to all shards, instead of a shard's number
 generator = torch.random.default_generator
 
@@ -152,6 +157,7 @@ class OpenBatch(NamedTuple):
 class BatchSums:
     """The sums over the samples of a global batch, equal on every rank.
 
+    loss: the weighted mean of the losses of the shards, times the samples.
     reached: for each trained parameter, True if a shard reached it.
     """
 
@@ -198,13 +204,13 @@ class Shards:
         deterministic: "error" or "warn": a change that breaks the same bits raises an error, or is
             reported by `tell`.
         tell: reports a line to the user.
-        mean: True if backward() is called on the mean of a shard's losses, not on their sum.
         other_arithmetic: True if ranks may compute different results from the same numbers.
 
     Attributes:
         modes: the modes of torch in which shards run.
         arithmetic: compares what ranks compute.
-        gradient: the mean over the samples of the last batch; `arena.gradients` are views of it.
+        gradient: the weighted mean over the shards of the last batch; `arena.gradients` are views
+            of it.
 
     Raises:
         ConfigError: A parameter, module or setting is not supported.
@@ -221,7 +227,6 @@ class Shards:
         threads: int,
         deterministic: str,
         tell: Callable[[str], None],
-        mean: bool = False,
         other_arithmetic: bool = False,
     ) -> None:
         if deterministic not in ("error", "warn"):
@@ -248,7 +253,6 @@ class Shards:
         # The numbers of samples of later steps, until the first step has checked them.
         self.coming_sizes: set[int] = set()
         self.seed = seed
-        self.mean = mean
         self.strict = deterministic == "error"
         self.tell = tell
         # from the shards of a batch to those of each rank; empty: ranks have equal shares
@@ -259,6 +263,8 @@ class Shards:
         self._uncounted_traffic = np.zeros(3, np.int64)
         self._warned_names: set[str] = set()
         self._shard_count = 0  # shards of the open batch
+        self._share = 1.0  # samples of the shard that is being run / samples of a full shard
+        self._weight = 1.0  # of its gradients and its loss
         self._lay_out_memory()
         self.norms = arena.norms
         self.running = torch.from_numpy(self.norms.running)
@@ -417,8 +423,8 @@ class Shards:
     def __call__(self, samples: int, step: int, train: bool = True) -> Iterator[tuple[int, int]]:
         """Yields this rank's shards of a batch, as (first sample, one past the last).
 
-        After each of them the caller runs that shard: it calls backward() of the sum of the losses,
-        and `count`. When the shards are used up, all ranks call `sums`.
+        After each of them the caller runs that shard: it calls backward() of the mean of the
+        losses, and `count`. When the shards are used up, all ranks call `sums`.
         """
         outcome = self.begin(samples, train)
         if outcome.error is not None:
@@ -519,16 +525,20 @@ class Shards:
         lo = shard * size
         hi = min((shard + 1) * size, samples)
         flat.zero_()
-        self._sums = [0.0] * (SUMS - 1)
+        self._sums = [0.0] * (SUMS - 2)
+        self._share = (hi - lo) / min(size, samples)
+        self._weight = self._share
         versions = self._prepare_shard(gradients) if train else []
         self.seed_shard(shard, step, train)
         with self.modes.held():
             yield lo, hi  # the caller runs the shard here
         loss, *metrics = self._sums
-        tail = [loss, float(hi - lo), *metrics]
+        tail = [loss * self._weight, float(hi - lo), self._weight, *metrics]
         if train:
             tail += self._find_reached(gradients, versions)
-            tail += self._store_buffers(flat, hi - lo)
+            if self._weight != 1:
+                flat[: self._layout.statistics].mul_(self._weight)
+            tail += self._store_buffers(flat)
         offset = self._layout.sums if train else 0
         flat.numpy()[offset : offset + len(tail)] = tail
 
@@ -565,7 +575,10 @@ class Shards:
             generator.set_state(state_before)
 
     def count(self, loss: float, *metrics: float) -> None:
-        """Sets the sums over the samples of the shard that is being run."""
+        """Sets the results of the shard that is being run.
+
+        loss: the mean over its samples. metrics: sums over its samples.
+        """
         self._sums[: 1 + len(metrics)] = loss, *metrics
 
     def _prepare_shard(self, gradients: list[torch.Tensor]) -> list[int]:
@@ -596,19 +609,16 @@ class Shards:
             reached.append(float(gradient._version != version))
         return reached
 
-    def _store_buffers(self, flat: torch.Tensor, samples: int) -> list[float]:
+    def _store_buffers(self, flat: torch.Tensor) -> list[float]:
         """Writes the statistics after a shard behind its gradients in `flat`.
 
-        If backward() was of the mean of the losses, it also makes the gradients those of their sum.
         Returns by how much the shard raised each counter.
         """
         norms = self.norms
         layout = self._layout
-        if self.mean:
-            flat[: layout.statistics].mul_(samples)
         if norms.floats:
             weighted = flat[layout.statistics : layout.changed]
-            torch.mul(self.running, float(samples), out=weighted)
+            torch.mul(self.running, self._share, out=weighted)
             flat[layout.changed : layout.sums] = (self.running != self.kept).float()
         return [
             float(int(counter) - count)
@@ -633,11 +643,12 @@ class Shards:
         if train and (outcome.error is not None or math.isnan(result[samples_at])):
             self.settle(step_taken=False)
         outcome.end(float(result[samples_at]))
-        loss, samples, *metrics = result[sums_at : sums_at + SUMS].tolist()
+        loss, samples, weight, *metrics = result[sums_at : sums_at + SUMS].tolist()
+        loss = loss / weight * samples if weight else math.nan
         if not train:
             return BatchSums(loss, samples, metrics)
         self._merge_buffers(result, samples)
-        self._store_mean(result, samples)
+        self._store_mean(result, weight)
         layout = self._layout
         reached_by = result[layout.reached : layout.counters].tolist()  # so many shards
         return BatchSums(loss, samples, metrics, [shards > 0 for shards in reached_by])
@@ -645,13 +656,15 @@ class Shards:
     def _merge_buffers(self, result: torch.Tensor, samples: float) -> None:
         """Computes the values of statistics and counters after the step, for `settle`.
 
-        Statistics become the mean over the samples, and stay as they are if no shard changed them.
+        Statistics become the mean over the shards, weighted by their samples. They stay as they are
+        if no shard changed them.
         Counters rise by the mean over the shards, rounded up.
         """
         norms = self.norms
         layout = self._layout
         if norms.floats:
-            mean = result[layout.statistics : layout.changed] / samples
+            shares = samples / min(self.shard_size or samples, samples)
+            mean = result[layout.statistics : layout.changed] / shares
             changed = result[layout.changed : layout.sums] > 0
             self.merged = torch.where(changed, mean, self.kept)
         totals = result[layout.counters : layout.end].tolist()
@@ -666,9 +679,9 @@ class Shards:
         prepared.reduction.finish()
         return prepared.result
 
-    def _store_mean(self, result: torch.Tensor, samples: float) -> None:
-        """Divides the sum of the gradients by the number of samples, into `gradient`."""
-        torch.div(result[: self._layout.statistics], samples, out=self.gradient)
+    def _store_mean(self, result: torch.Tensor, weight: float) -> None:
+        """Divides the sum of the gradients by the sum of weights, into `gradient`."""
+        torch.div(result[: self._layout.statistics], weight, out=self.gradient)
 
     def settle(self, step_taken: bool = True) -> None:
         """Sets the buffers of normalisations to their values after the step.

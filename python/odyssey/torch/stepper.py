@@ -171,7 +171,7 @@ class ModuleStepper(Stepper):
                     if joined is None:
                         self._run_shard(x, y, lo, hi - lo, train)
                     else:
-                        self._run_second_pass(joined, x, y, lo, hi, samples, train)
+                        self._run_second_pass(joined, x, y, lo, hi, train)
                 if train and self.forward_check.is_due:
                     self._check_forward(x, y, step)
         if train:
@@ -212,26 +212,26 @@ class ModuleStepper(Stepper):
 
     def run_alone(self, x: Any, y: Any, samples: int) -> None:
         """Runs forward and backward of a shard that counts nowhere."""
-        weight = 1 if self._loss_is_sum else samples
         with self._enter_autocast():
             loss = self._compute_loss(*self._compute_output(x, y))
-        (loss if weight == 1 else loss * weight).backward()
+            if self._loss_is_sum:
+                loss = loss / samples
+        loss.backward()
 
     def _run_shard(self, x: Any, y: Any, lo: int, samples: int, train: bool) -> None:
         """Runs forward and, if `train`, backward of a shard, and counts its loss and metrics.
 
         lo: the first sample of the shard.
-
-        Shards add up sums, so a mean over the shard's samples is multiplied by their number.
         """
-        weight = 1 if self._loss_is_sum else samples
         with self._enter_autocast():
             out, y = self._compute_output(x, y)
             loss = self._compute_loss(out, y)
+            if self._loss_is_sum:
+                loss = loss / samples
         if train:
             with slot.span("backward"):
-                (loss if weight == 1 else loss * weight).backward()
-        self.shards.count(float(loss.detach()) * weight, *self._measure(out, y, lo, samples))
+                loss.backward()
+        self.shards.count(float(loss.detach()), *self._measure(out, y, lo, samples))
 
     def _measure(self, out: Any, y: Any, lo: int, samples: int) -> list[float]:
         """Returns the sums of the metrics over a shard, and collects what others need of it.
@@ -302,24 +302,27 @@ class ModuleStepper(Stepper):
             self._enter_autocast(),
         ):
             if outputs.shards:
-                weight = 1 if self._loss_is_sum else samples
-                scale = weight if train else None  # None: no gradients
-                joined = WholeBatchLoss(outputs, all_shards or [], self._compute_loss, scale)
+                joined = WholeBatchLoss(
+                    outputs,
+                    all_shards or [],
+                    self._compute_loss,
+                    summands=samples if self._loss_is_sum else 1,
+                    train=train,
+                )
         return joined
 
     def _run_second_pass(
-        self, joined: WholeBatchLoss, x: Any, y: Any, lo: int, hi: int, samples: int, train: bool
+        self, joined: WholeBatchLoss, x: Any, y: Any, lo: int, hi: int, train: bool
     ) -> None:
-        """Runs a shard again, with gradients of the loss of the whole batch, and counts its part.
+        """Runs a shard again, with gradients of the loss of the whole batch, and counts that loss.
 
-        lo, hi: the first sample of the shard, and one past the last. samples: of the batch.
+        lo, hi: the first sample of the shard, and one past the last.
         """
         out, y = self._compute_output(x, y)
         if train:
             with slot.span("backward"):
                 joined.backward(lo, hi, out)
-        part_of = (hi - lo) / samples if self._loss_is_sum else hi - lo
-        self.shards.count(joined.loss * part_of, *self._measure(out, y, lo, hi - lo))
+        self.shards.count(joined.loss, *self._measure(out, y, lo, hi - lo))
 
     def _check_loss(self, batch: datasets.Batch, samples: int) -> None:
         """Reports to the user if the loss is not a mean over samples: shards change its value then.

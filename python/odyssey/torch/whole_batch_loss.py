@@ -69,16 +69,24 @@ class WholeBatchLoss:
         outputs: of this rank's shards.
         shards: of all ranks, as `Outputs.exchanged` returns them.
         loss: a function of (output, targets).
-        scale: a factor for the gradients; None if they aren't needed.
+        summands: the number that the loss is divided by, if it is a sum; 1 if it is a mean.
+        train: True if gradients are needed.
 
     Raises:
         ConfigError: The outputs of the shards can't be joined.
     """
 
     def __init__(
-        self, outputs: Outputs, shards: list[Any], loss: Callable[[Any, Any], Any], scale: Any
+        self,
+        outputs: Outputs,
+        shards: list[Any],
+        loss: Callable[[Any, Any], Any],
+        *,
+        summands: int,
+        train: bool,
     ) -> None:
         self.outputs = outputs
+        _, self._samples, _ = shards[-1]
         leaves = list(next(iter(outputs.shards.values())))  # any shard's; tensors are replaced
         tensor_leaves = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         if len({len(tensors) for _, _, tensors in shards}) > 1:
@@ -91,16 +99,21 @@ class WholeBatchLoss:
             i for i in tensor_leaves if i < outputs.output_leaves and leaves[i].is_floating_point()
         ]
         for i in self._gradient_leaves:
-            leaves[i].requires_grad_(scale is not None)
+            leaves[i].requires_grad_(train)
         value = loss(*pytree.tree_unflatten(leaves, outputs.spec))
+        if summands > 1:
+            value = value / summands
         self.loss = float(value.detach())
-        if scale is not None:
+        if train:
             self._gradients = torch.autograd.grad(
-                value * scale, [leaves[i] for i in self._gradient_leaves], allow_unused=True
+                value, [leaves[i] for i in self._gradient_leaves], allow_unused=True
             )
 
     def backward(self, lo: int, hi: int, out: Any) -> None:
         """Runs backward() of a shard from the gradients of its outputs.
+
+        Shards are averaged afterwards, weighted by their samples. So the gradients of the outputs
+        are multiplied by the samples of the batch / the samples of the shard.
 
         lo, hi: the first sample of the shard, and one past the last. out: its output in the second
         pass.
@@ -127,7 +140,8 @@ class WholeBatchLoss:
             if not tensor.dim() and lo:
                 continue
             tensors.append(tensor)
-            gradients.append(gradient[lo:hi] if tensor.dim() else gradient)
+            local_gradient = gradient[lo:hi] if tensor.dim() else gradient
+            gradients.append(local_gradient * (self._samples / (hi - lo)))
         if not tensors and not lo:
             raise ConfigError(
                 "[torch] gather=True: the loss does not depend on the outputs of forward(); "

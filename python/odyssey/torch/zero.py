@@ -517,7 +517,9 @@ class Spread(Shards):
                     f"{self.zero} has sent its gradient; use_reentrant=False, or zero=1"
                 )
             assert parameter.grad is not None
-            bucket.gradient(i).add_(parameter.grad)
+            gradient = bucket.gradient(i).add_(parameter.grad)
+            if self._weight != 1:
+                gradient.mul_(self._weight)
             parameter.grad = None
             self._reached_flags[i] = 1.0
             bucket.waits.discard(i)
@@ -615,7 +617,7 @@ class Spread(Shards):
             return super()._complete_sums()
         return torch.from_numpy(folded(self._tail_nodes))
 
-    def _store_mean(self, result: torch.Tensor, samples: float) -> None:
+    def _store_mean(self, result: torch.Tensor, weight: float) -> None:
         """Sends each owner the sums of its buckets, and divides them into its mean gradient.
 
         A collective call for each bucket of the owner with the most: in call k, each owner gets its
@@ -623,9 +625,9 @@ class Spread(Shards):
         """
         for k in range(max(map(len, self.owned))):
             bucket_of_rank = [buckets[k] if k < len(buckets) else None for buckets in self.owned]
-            self._store_bucket_mean(bucket_of_rank, samples)
+            self._store_bucket_mean(bucket_of_rank, weight)
 
-    def _store_bucket_mean(self, bucket_of_rank: list[Bucket | None], samples: float) -> None:
+    def _store_bucket_mean(self, bucket_of_rank: list[Bucket | None], weight: float) -> None:
         """Exchanges the sums of one bucket of each owner, and stores the mean of this rank's."""
         rank = self.comm.rank
         sums = [
@@ -645,7 +647,7 @@ class Spread(Shards):
         if local_bucket is not None:
             start = local_bucket.at - self.arena.end(self.arena.held.start)
             mean = self.gradient[start : start + floats]
-            torch.div(torch.from_numpy(received), samples, out=mean)
+            torch.div(torch.from_numpy(received), weight, out=mean)
         for bucket in filter(None, bucket_of_rank):
             bucket.nodes = []
 
