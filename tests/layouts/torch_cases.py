@@ -42,6 +42,7 @@ def trained(case: Training, layout: Layout, comm: Communicator, **fit: Any) -> R
         optimizer,
         case.loss(),
         scheduler=scheduler,
+        weight=case.weight(),
         shard_size=case.shard,
         comm=comm,
         progress=Quiet(),

@@ -362,6 +362,13 @@ class Training:
             ]
         )
 
+    def weight(self) -> Any:
+        """A function of (output, target) that weighs shards, or None: their samples do."""
+        is_sum = getattr(self.loss(), "reduction", "mean") == "sum"
+        if self.loop == "own" or self.settings.get("gather") or is_sum:
+            return None
+        return self._numbers("weight").choice([None, None, count_above_mean])
+
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         """An optimizer of the module's parameters, whole or in groups."""
         r = self._numbers("optimizer")
@@ -474,6 +481,7 @@ class Training:
         return (
             f"{', '.join(about)}; {words[0]}, frozen {frozen}; {words[1]}; "
             f"{type(scheduler).__name__}; {getattr(loss, '__name__', loss)}; "
+            f"{getattr(self.weight(), '__name__', 'by samples')}; "
             f"{[*map(str, self.callbacks(scheduler is not None, module))]}"
         )
 
@@ -489,6 +497,13 @@ class Samples(torch.utils.data.Dataset):
 
     def __getitem__(self, i: int) -> Any:
         return mapped(lambda t: t[i], self.x), mapped(lambda t: t[i], self.y)
+
+
+def count_above_mean(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Returns a weight of a shard: how many of its targets are above their mean; 0 if all are
+    equal.
+    """
+    return (y > y.float().mean()).sum()
 
 
 def contrastive(out: torch.Tensor, y: Any) -> torch.Tensor:

@@ -34,10 +34,20 @@ def look(name: str, module: torch.nn.Module, batch: tuple[Any, Any], loss: Any) 
             return loss(module(**x) if isinstance(x, dict) else module(x), y)
 
     for precision in ("fp32", "bf16"):
+        count = huggingface.label_counter(module)
         kind, _ = separable.looked_at(
-            [module.train()], functools.partial(run, precision=precision), batch
+            [module.train()],
+            functools.partial(run, precision=precision),
+            batch,
+            weight=None if count is None else functools.partial(weigh, count),
         )
         print(kind, name, precision, flush=True)
+
+
+def weigh(count: Any, both: tuple[Any, Any]) -> float:
+    """Returns the weight of a shard of a model that counts its labels."""
+    batch, _ = both
+    return float(count(None, batch))
 
 
 def main() -> None:

@@ -150,8 +150,6 @@ ignoring = torch.where(torch.arange(32) % 5 < 3, -1, Y)
 MEANS = {
     "cross entropy": (rows(nn.BatchNorm1d(8), nn.Dropout(0.5)), X, Y, nn.CrossEntropyLoss()),
     "smoothed": (rows(), X, Y, nn.CrossEntropyLoss(label_smoothing=0.1)),
-    "class weights": (rows(), X, Y, nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1, 5]))),
-    "ignore_index": (rows(), X, ignoring, nn.CrossEntropyLoss(ignore_index=-1)),
     "few that count": (rows(), X, torch.where(torch.arange(32) % 8 == 1, 1, -1), nn.CrossEntropyLoss(ignore_index=-1)),
     "a divided sum": (rows(out=10), X, X, lambda o, y: (o - y).square().sum() / len(o)),
     "batchmean": (rows(), X, torch.rand(32, 3), lambda o, y: F.kl_div(o.log_softmax(1), y, reduction="batchmean")),
@@ -206,6 +204,27 @@ LOOKING = {
 }
 
 
+class_weights = torch.tensor([0.2, 1, 5])
+WEIGHTED = {
+    "class weights": (
+        (rows(), X, Y, nn.CrossEntropyLoss(weight=class_weights)),
+        lambda o, y: class_weights[y].sum(),
+    ),
+    "ignore_index": (
+        (rows(), X, ignoring, nn.CrossEntropyLoss(ignore_index=-1)),
+        lambda o, y: (y != -1).sum(),
+    ),
+    "a mask": (
+        (rows(), X, Y, lambda o, y: (F.cross_entropy(o, y, reduction="none") * (y > 0)).sum() / (y > 0).sum()),
+        lambda o, y: int((y > 0).sum()),
+    ),
+    "classes of pixels": (
+        (nn.Conv1d(1, 3, 1), X[:, None], (X > X[:, :1]) * 101 - 100, nn.CrossEntropyLoss()),
+        lambda o, y: (y != -100).sum(),
+    ),
+}  # fmt: skip
+
+
 def lines(capsys, module: nn.Module, x: Any, y: Any, loss: Any, **settings: Any) -> list[str]:
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], 0.0)
     trainer = DistributedTrainer(module, optimizer, loss, metrics={}, **settings)
@@ -219,6 +238,21 @@ def test_a_mean_of_samples_is_let_be(capsys, kind, precision):
     assert lines(capsys, *MEANS[kind], precision=precision) == []
     if kind != "few that count":  # none does in one shard of 7, whose loss is NaN
         assert lines(capsys, *MEANS[kind], precision=precision, shard_size=7) == []
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", WEIGHTED)
+def test_a_mean_with_other_weights_than_the_samples_is_told(capsys, kind, precision):
+    given, weight = WEIGHTED[kind]
+    (line,) = lines(capsys, *given, precision=precision)
+    assert "the loss is a weighted mean" in line
+    assert "shards are weighted by their samples. In shards of 16 it is another loss" in line
+    assert "use weight=" in line and "or shard_size=32" in line
+    assert lines(capsys, *given, precision=precision, shard_size=32) == []
+    for size in (4, 7, 16):
+        assert lines(capsys, *given, precision=precision, shard_size=size, weight=weight) == []
+    (line,) = lines(capsys, *given, precision=precision, weight=lambda o, y: len(y) + int(y[0]))
+    assert "shards are weighted by what weight= returns" in line
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -18,6 +18,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from odyssey.comm import mock  # noqa: E402
+from odyssey.errors import ConfigError  # noqa: E402
 from odyssey.torch import DistributedDataParallel, DistributedTrainer  # noqa: E402
 
 MAKING = threading.Lock()  # ranks are threads in some tests, and torch has one generator
@@ -236,3 +237,207 @@ def test_accumulation_is_one_larger_batch():
         F.cross_entropy(plain(x), y).backward()
     for found, expected in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad, rtol=2e-6, atol=1e-8)
+
+
+IGNORED = -100
+WORDS = 11
+
+
+def make_text(seed: int, samples: int, empty: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns texts of random lengths, with labels that are IGNORED after their end.
+
+    empty: True if some texts have no label.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, WORDS, (samples, 9), generator=draw)
+    lengths = torch.randint(0 if empty else 1, 10, (samples,), generator=draw)
+    lengths[0] = 9
+    return ids, ids.flip(1).masked_fill(torch.arange(9) >= lengths[:, None], IGNORED)
+
+
+def make_text_net(seed: int) -> nn.Module:
+    with MAKING:
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Embedding(WORDS, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, WORDS)
+        )
+
+
+def token_loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out.flatten(0, 1), y.flatten(), ignore_index=IGNORED)
+
+
+def masked_loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Returns the same as token_loss; its gradient is NaN if no label counts."""
+    mask = y != IGNORED
+    losses = F.cross_entropy(out.flatten(0, 1), y.clamp(min=0).flatten(), reduction="none")
+    return (losses * mask.flatten()).sum() / mask.sum()
+
+
+def count_tokens(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (y != IGNORED).sum()
+
+
+@pytest.mark.parametrize("loss", [token_loss, masked_loss])
+@pytest.mark.parametrize("shard_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("number", range(3))
+def test_a_token_mean_is_that_of_the_batch(number, shard_size, loss):
+    batch = make_text(number, 13)
+    plain = make_text_net(number)
+    whole_loss = loss(plain(batch[0]), batch[1])
+    whole_loss.backward()
+    net = make_text_net(number)
+    trainer = DistributedTrainer(
+        net,
+        torch.optim.SGD(net.parameters(), 0.0),
+        loss,
+        metrics={},
+        shard_size=shard_size,
+        weight=count_tokens,
+    )
+    trainer.fit([batch], epochs=1, verbose=False)
+    for name, parameter in plain.named_parameters():
+        found = torch.from_numpy(trainer.last_gradients()[name])
+        torch.testing.assert_close(found, parameter.grad, rtol=1e-5, atol=1e-8)
+    assert trainer.last.loss / 13 == pytest.approx(whole_loss.item(), rel=1e-6)
+    assert trainer.evaluate([batch]).loss == pytest.approx(whole_loss.item(), rel=1e-6)
+
+
+def train_text_on_ranks(comm: Any, number: int, zero: int) -> tuple[str, float, float]:
+    r = random.Random(number)
+    net = make_text_net(0)
+    trainer = DistributedTrainer(
+        net,
+        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
+        r.choice([token_loss, masked_loss]),
+        metrics={},
+        comm=comm,
+        zero=zero,
+        shard_size=r.choice([1, 2, 3]),
+        clip_norm=r.choice([None, 0.3]),
+        weight=count_tokens,
+    )
+    batches = [make_text(number + i, r.randint(2, 15)) for i in range(5)]
+    history = trainer.fit(batches, epochs=1, verbose=False)
+    return trainer.weights_sha256(), history.train_loss, trainer.evaluate(batches).loss
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_token_means_have_the_same_bits_on_any_ranks(number):
+    """Some shards have no label that counts."""
+    results = set()
+    for ranks, zero in ((1, 0), (2, 1), (3, 2), (5, 3), (2, 3)):
+        results.update(mock.run(ranks, train_text_on_ranks, number, zero))
+    assert len(results) == 1
+
+
+def test_the_number_of_samples_as_weight_changes_no_bit():
+    batches = [make_batch(i, n) for i, n in enumerate([12, 11, 6, 3, 14])]
+    hashes = set()
+    for weight in (None, lambda out, y: len(y)):
+        net = make_net(5, norm=True)
+        trainer = DistributedTrainer(
+            net, torch.optim.Adam(net.parameters()), shard_size=4, weight=weight
+        )
+        trainer.fit(batches, epochs=1, verbose=False)
+        hashes.add(trainer.weights_sha256())
+    assert len(hashes) == 1
+
+
+def test_a_batch_without_a_weight_is_not_finite():
+    ids, labels = make_text(1, 6)
+    net = make_text_net(1)
+    trainer = DistributedTrainer(
+        net,
+        torch.optim.SGD(net.parameters(), 0.1),
+        token_loss,
+        metrics={},
+        shard_size=2,
+        weight=count_tokens,
+        nonfinite="skip",
+    )
+    before = trainer.weights_sha256()
+    trainer.fit([(ids, torch.full_like(labels, IGNORED))], epochs=1, verbose=False)
+    assert trainer.weights_sha256() == before
+    trainer.fit([(ids, labels)], epochs=1, verbose=False)
+    assert trainer.weights_sha256() != before
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (lambda out, y: y != IGNORED, r"returns a tensor of shape \(2, 9\); return one number"),
+        (lambda out, y: None, "returns a NoneType; return one number"),
+        (lambda out, y: -1, "returns -1.0 for a shard; return a finite number from 0"),
+        (lambda out, y: float("nan"), "returns nan for a shard"),
+    ],
+)
+def test_a_weight_that_is_no_number_is_an_error(weight, message):
+    net = make_text_net(1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    trainer = DistributedTrainer(
+        net, optimizer, token_loss, metrics={}, shard_size=2, weight=weight
+    )
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit([make_text(1, 6)], epochs=1, verbose=False)
+
+
+def test_what_has_no_use_for_a_weight_is_an_error():
+    net = make_text_net(1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for settings, message in (
+        ({"weight": 3}, "weight is 3; use a function"),
+        ({"weight": count_tokens, "gather": True}, "can't be combined with gather=True"),
+        (
+            {"weight": count_tokens, "loss": nn.CrossEntropyLoss(reduction="sum")},
+            "use reduction='mean'",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            DistributedTrainer(net, optimizer, **settings)
+
+
+class Config:
+    """The part of a Hugging Face configuration that says what a model is."""
+
+    model_type = "small"
+    is_encoder_decoder = False
+
+
+class TextModel(nn.Module):
+    """A model that holds its loss, as those of Hugging Face do."""
+
+    first = 1  # label of a text that counts: each token predicts the next
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Config()
+        self.net = make_text_net(7)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.net(ids)
+        used = labels[:, self.first :]
+        return {"loss": token_loss(logits[:, : used.shape[1]], used), "logits": logits}
+
+
+class SmallForCausalLM(TextModel):
+    pass
+
+
+class SmallForMaskedLM(TextModel):
+    first = 0
+
+
+@pytest.mark.parametrize("kind", [SmallForCausalLM, SmallForMaskedLM, TextModel])
+def test_a_model_with_a_loss_counts_its_labels_by_itself(capsys, kind):
+    """A class that isn't known is weighted by its samples, and odyssey prints a line."""
+    ids, labels = make_text(3, 14)
+    whole_loss = kind()(ids, labels)["loss"].item()
+    module = kind()
+    optimizer = torch.optim.SGD(module.parameters(), 0.0)
+    trainer = DistributedTrainer(module, optimizer, metrics={}, shard_size=4)
+    trainer.fit([{"ids": ids, "labels": labels}], epochs=1, verbose=False)
+    error = abs(trainer.last.loss / 14 - whole_loss)
+    line = "the loss is a weighted mean" in capsys.readouterr().err
+    assert line == (kind is TextModel)
+    assert error > 1e-3 if kind is TextModel else error < 1e-6

@@ -114,3 +114,24 @@ def check_arguments(
     ):
         if wrong:
             raise ConfigError(f"[torch] {says}")
+
+
+def check_weight(weight: Any, loss: Any, gather: bool) -> None:
+    """Raises ConfigError: `weight` is no function, or the loss has no use for it."""
+    if weight is None:
+        return
+    problem = None
+    if not callable(weight):
+        problem = f"is {weight!r}; use a function of (output, target)"
+    elif gather:
+        problem = (
+            "can't be combined with gather=True, which computes the loss of the whole batch; use "
+            "one of them"
+        )
+    elif getattr(loss, "reduction", "mean") == "sum":
+        problem = (
+            "can't be combined with a loss of reduction='sum', which is divided by the samples; "
+            "use reduction='mean'"
+        )
+    if problem is not None:
+        raise ConfigError(f"[torch] weight {problem}")

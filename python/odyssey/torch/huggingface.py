@@ -4,12 +4,53 @@ and logits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..errors import ConfigError
+
+IGNORED = -100  # a label of a token that has no loss
+#: Parts of the names of classes whose loss is the mean over the labels that aren't IGNORED.
+_MEAN_OVER_LABELS = (
+    "ForCausalLM",
+    "ForConditionalGeneration",
+    "ForMaskedLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "LMHeadModel",
+)
+
+
+def label_counter(module: Any) -> Callable[[Any, Any], Any] | None:
+    """Returns a function of (output, batch) that counts the labels over which a model takes the
+    mean of its losses; None if the class of the model isn't one that is known to do so.
+
+    A model that predicts the next token doesn't use the first label of a text.
+    """
+    base = module.get_base_model() if hasattr(module, "get_base_model") else module  # of PEFT
+    names = [kind.__name__ for kind in type(getattr(base, "_orig_mod", base)).__mro__]
+    name = next((n for n in names if any(part in n for part in _MEAN_OVER_LABELS)), None)
+    config = getattr(base, "config", None)
+    if name is None or not hasattr(config, "model_type"):
+        return None
+    is_decoder = not getattr(config, "is_encoder_decoder", False)
+    first = int(
+        "ForCausalLM" in name
+        or (name.endswith("LMHeadModel") and "With" not in name and "XLNet" not in name)
+        or ("ForConditionalGeneration" in name and is_decoder)
+    )
+
+    def count_labels(out: Any, batch: Any) -> Any:
+        labels = batch.get("labels")
+        if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
+            return next(len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+        used = labels[:, first:] if labels.dim() > 1 else labels
+        return (used != IGNORED).sum()
+
+    return count_labels
 
 
 def is_whole(x: Any, y: Any) -> bool:

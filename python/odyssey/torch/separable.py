@@ -2,8 +2,9 @@
 separately.
 
 If a loss is a weighted mean, the loss of a batch is the weighted mean of the losses of two halves,
-with weights that add up to 1. The same weights hold for the gradients. That includes class weights,
-`ignore_index` and masks. A loss that compares samples with each other (contrastive, ranking,
+with weights that add up to 1. The same weights hold for the gradients. For a mean over samples they
+are the halves' shares of the samples. With class weights, `ignore_index` or masks they differ, and
+the trainer must know them. A loss that compares samples with each other (contrastive, ranking,
 decorrelation, a balance of experts), or is a function of a mean, has no such weights.
 
 The check computes one shard and its two halves in eval mode, because then normalisations don't mix
@@ -39,7 +40,11 @@ TOTAL = 1e-5
 
 
 def looked_at(
-    owners: list[nn.Module], loss: Callable[[Any], torch.Tensor], batch: Any, copies: bool = True
+    owners: list[nn.Module],
+    loss: Callable[[Any], torch.Tensor],
+    batch: Any,
+    copies: bool = True,
+    weight: Callable[[Any], float] | None = None,
 ) -> tuple[str, list[float]]:
     """Returns the kind of a loss, and its values of all samples and of both halves.
 
@@ -48,10 +53,12 @@ def looked_at(
         loss: computes the loss of a batch.
         batch: a tree of tensors with samples in rows.
         copies: True if parameters are restored afterwards.
+        weight: computes the weight that shards give to a batch; None: the number of its samples.
 
     Returns:
-        "mean", "sum" or "neither" of the samples. Or "unknown": the samples can't be separated, or
-        forward() also draws random numbers in eval mode.
+        "mean" if the halves have these weights, "weighted" if they have others, "sum" if the loss
+        is a sum over samples, "neither" if it is none of these. Or "unknown": the samples can't be
+        separated, or forward() also draws random numbers in eval mode.
     """
     module = owners[0]
     batch = pytree.tree_map_only(torch.Tensor, _widen, batch)
@@ -63,6 +70,11 @@ def looked_at(
     half = samples // 2
     values: list[float] = []
     gradients: list[list[torch.Tensor]] = []
+    weights: list[float] = []
+
+    def cut(lo: int, hi: int) -> Any:
+        return pytree.tree_map_only(torch.Tensor, lambda t: t[lo:hi].clone(), batch)
+
     with (
         _restore_after(owners, copies),
         in_mode(module, False),
@@ -77,20 +89,17 @@ def looked_at(
                 _compute_in_float32(),
             ):
                 for lo, hi in ((0, samples), (0, half), (half, samples)):
-                    value = loss(
-                        pytree.tree_map_only(
-                            torch.Tensor, lambda t, a=lo, b=hi: t[a:b].clone(), batch
-                        )
-                    )
+                    value = loss(cut(lo, hi))
                     parts = torch.autograd.grad(value, parameters, materialize_grads=True)
                     values.append(float(value.detach()))
                     gradients.append([part.reshape(-1) for part in parts])
+                    weights.append(hi - lo if weight is None else weight(cut(lo, hi)))
         except CollectiveError:
             raise
         except Exception:  # an error of forward() itself is raised when the module is trained
             return "unknown", []
         has_drawn = keys(states()) != keys_before
-    return "unknown" if has_drawn else _classify_loss(gradients, values), values
+    return "unknown" if has_drawn else _classify_loss(gradients, values, weights), values
 
 
 def _count_samples(batch: Any) -> int:
@@ -114,15 +123,25 @@ def _select_parameters(module: nn.Module) -> list[torch.Tensor]:
     return selected
 
 
-def _classify_loss(gradients: list[list[torch.Tensor]], values: list[float]) -> str:
-    """Returns "mean", "sum" or "neither", or "unknown" if there is no finite gradient.
-
-    It is a mean or a sum if the whole is the weighted sum of the halves, for gradients and value.
+def _classify_loss(
+    gradients: list[list[torch.Tensor]], values: list[float], weights: list[float]
+) -> str:
+    """Returns the kind of a loss as `looked_at` does, "unknown" if there is no finite gradient.
 
     Args:
         gradients: of the whole, the first half and the second half; each by parameter.
         values: of the loss of these three.
+        weights: that shards would give to these three.
     """
+    _, *half_weights = weights
+    total_weight = sum(half_weights)
+    if not total_weight:
+        return "unknown"
+    if not all(half_weights):  # such a half has no loss, and shards don't use it
+        empty = 1 + half_weights.index(0)
+        gradients[empty] = [torch.zeros_like(gradient) for gradient in gradients[empty]]
+        values[empty] = 0.0
+    shares = (half_weights[0] / total_weight, half_weights[1] / total_weight)
     parts = [[gradient.double() for gradient in tensors] for tensors in gradients]
     largest = max(float(torch.cat(tensors).norm()) for tensors in parts)
     if not 0 < largest < math.inf:
@@ -138,8 +157,8 @@ def _classify_loss(gradients: list[list[torch.Tensor]], values: list[float]) -> 
     difference = first - second
     square = float(difference @ difference)
     u = float((whole - second) @ difference) / square if square else 0.5
-    for kind, weights in (("mean", (u, 1 - u)), ("sum", (1.0, 1.0))):
-        if _weights_explain_whole(weights, parts, largest):
+    for kind, factors in (("mean", shares), ("sum", (1.0, 1.0)), ("weighted", (u, 1 - u))):
+        if _weights_explain_whole(factors, parts, largest):
             return kind
     return "neither"
 

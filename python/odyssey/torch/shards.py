@@ -8,12 +8,12 @@ statistics start with their values before the step. Its gradients are written di
 of the reduction, which may be shared memory.
 
 backward() is called on the mean of a shard's losses. A full shard has weight 1, and a smaller last
-one its samples / the samples of a full shard. Gradients and losses are added with these weights,
-and the sum is divided by the sum of weights. So with one shard nothing is scaled, and the bits are
-those of a plain loop. The other results of a shard follow the gradients in the buffer (`SumsLayout`
-has their offsets):
+one its samples / the samples of a full shard, unless `weigh` sets another weight. Gradients and
+losses are added with these weights, and the sum is divided by the sum of weights. So with one shard
+nothing is scaled, and the bits are those of a plain loop. The other results of a shard follow the
+gradients in the buffer (`SumsLayout` has their offsets):
 
-    statistics      the running statistics after shard s, times its weight
+    statistics      the running statistics after shard s, times its samples / those of a full shard
     changed         for each of these floats 1 if the shard changed it, else 0
     15 sums         loss times weight, samples, weight, metrics
     reached         for each parameter 1 if the shard reached it, else 0: a parameter that no shard
@@ -263,6 +263,7 @@ class Shards:
         self._uncounted_traffic = np.zeros(3, np.int64)
         self._warned_names: set[str] = set()
         self._shard_count = 0  # shards of the open batch
+        self._full_samples = 1  # of a full shard of the open batch
         self._share = 1.0  # samples of the shard that is being run / samples of a full shard
         self._weight = 1.0  # of its gradients and its loss
         self._lay_out_memory()
@@ -526,14 +527,16 @@ class Shards:
         hi = min((shard + 1) * size, samples)
         flat.zero_()
         self._sums = [0.0] * (SUMS - 2)
-        self._share = (hi - lo) / min(size, samples)
+        self._full_samples = min(size, samples)
+        self._share = (hi - lo) / self._full_samples
         self._weight = self._share
         versions = self._prepare_shard(gradients) if train else []
         self.seed_shard(shard, step, train)
         with self.modes.held():
             yield lo, hi  # the caller runs the shard here
         loss, *metrics = self._sums
-        tail = [loss * self._weight, float(hi - lo), self._weight, *metrics]
+        weighted_loss = loss * self._weight if self._weight else 0.0
+        tail = [weighted_loss, float(hi - lo), self._weight, *metrics]
         if train:
             tail += self._find_reached(gradients, versions)
             if self._weight != 1:
@@ -580,6 +583,17 @@ class Shards:
         loss: the mean over its samples. metrics: sums over its samples.
         """
         self._sums[: 1 + len(metrics)] = loss, *metrics
+
+    def weigh(self, samples: float) -> None:
+        """Sets the weight of the shard that is being run, before its backward().
+
+        A shard of weight 0 needs no backward(), and its loss isn't used. A batch of one shard is
+        not scaled, so its shard needs no weight.
+
+        samples: the weight; a full shard with a weight of its number of samples counts as 1.
+        """
+        if self._shard_count > 1:
+            self._weight = samples / self._full_samples
 
     def _prepare_shard(self, gradients: list[torch.Tensor]) -> list[int]:
         """Sets the gradients of parameters to these views, and statistics to their values before

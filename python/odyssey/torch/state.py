@@ -110,7 +110,8 @@ class ModuleState:
                 "optimizer": [type(self.optimizer).__name__, groups],
                 "scheduler": [type(self.scheduler).__name__, self.stepper.per_epoch, scheduler],
                 "loss": getattr(self.stepper.loss, "__name__", type(self.stepper.loss).__name__)
-                + ", gathered" * self.stepper.gather,
+                + ", gathered" * self.stepper.gather
+                + ", weighted" * (self.stepper.weight is not None),
                 "deterministic algorithms": self.deterministic,
             }
         )

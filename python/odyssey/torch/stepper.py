@@ -40,6 +40,8 @@ class ModuleStepper(Stepper):
         per_epoch: True if its step() is called once an epoch, not once a step.
         metrics: functions of (output, target) by name.
         gather: True if the loss needs the outputs of the whole batch.
+        weight: called as weight(output, target) for the weight of a shard; None: its samples, or
+            the labels that a Hugging Face model counts.
         shards: runs the shards of a batch.
         parts: which parameters this rank updates.
         forward_watch: notes the attributes that forward() sets.
@@ -59,6 +61,7 @@ class ModuleStepper(Stepper):
         per_epoch: bool,
         metrics: dict[str, Any],
         gather: bool,
+        weight: Callable[[Any, Any], Any] | None,
         shards: Shards,
         parts: OptimizerParts,
         forward_watch: ForwardWatch,
@@ -78,6 +81,8 @@ class ModuleStepper(Stepper):
         self.scheduled = 0  # epochs for which the scheduler's step() was called
         self.metrics = metrics
         self.gather = gather
+        self.weight = weight
+        self._count_labels = huggingface.label_counter(module)
         self.shards = shards
         self.arena = shards.arena
         self.parts = parts
@@ -169,7 +174,7 @@ class ModuleStepper(Stepper):
                 with self._watching_forward():
                     x, y = part(batch, lo, hi)
                     if joined is None:
-                        self._run_shard(x, y, lo, hi - lo, train)
+                        self._run_shard(x, y, lo, hi - lo, train, is_split)
                     else:
                         self._run_second_pass(joined, x, y, lo, hi, train)
                 if train and self.forward_check.is_due:
@@ -218,7 +223,9 @@ class ModuleStepper(Stepper):
                 loss = loss / samples
         loss.backward()
 
-    def _run_shard(self, x: Any, y: Any, lo: int, samples: int, train: bool) -> None:
+    def _run_shard(
+        self, x: Any, y: Any, lo: int, samples: int, train: bool, is_split: bool
+    ) -> None:
         """Runs forward and, if `train`, backward of a shard, and counts its loss and metrics.
 
         lo: the first sample of the shard.
@@ -228,7 +235,9 @@ class ModuleStepper(Stepper):
             loss = self._compute_loss(out, y)
             if self._loss_is_sum:
                 loss = loss / samples
-        if train:
+        weight = self._compute_weight(out, y, samples) if is_split else float(samples)
+        self.shards.weigh(weight)
+        if train and weight:
             with slot.span("backward"):
                 loss.backward()
         self.shards.count(float(loss.detach()), *self._measure(out, y, lo, samples))
@@ -268,6 +277,37 @@ class ModuleStepper(Stepper):
                 f"[torch] the loss of a shard is {kind}; one number is needed: reduction='mean'"
             )
         return loss
+
+    def _find_weight(self, y: Any) -> Callable[[Any, Any], Any] | None:
+        """Returns the function that weighs shards with such targets; None: by their samples."""
+        is_own_loss = isinstance(y, dict) and not self._loss_is_given
+        return self._count_labels if self.weight is None and is_own_loss else self.weight
+
+    def _compute_weight(self, out: Any, y: Any, samples: int) -> float:
+        """Returns the weight of a shard among those of its batch.
+
+        Raises ConfigError: the user's function gives no number, or one below 0.
+        """
+        weigh = self._find_weight(y)
+        if weigh is None:
+            return float(samples)
+        with torch.no_grad():
+            weight = weigh(out, y)
+        try:
+            number = float(weight)
+        except (TypeError, ValueError, RuntimeError):
+            shape = tuple(weight.shape) if isinstance(weight, torch.Tensor) else None
+            kind = f"a tensor of shape {shape}" if shape else f"a {type(weight).__name__}"
+            raise ConfigError(
+                f"[torch] weight= returns {kind}; return one number for each shard, for example "
+                "(target != -100).sum()"
+            ) from None
+        if not 0 <= number < math.inf:
+            raise ConfigError(
+                f"[torch] weight= returns {number} for a shard; return a finite number from 0, for "
+                "example (target != -100).sum()"
+            )
+        return number
 
     def _join_outputs(
         self, outcome: StepOutcome, batch: datasets.Batch, step: int, train: bool
@@ -325,7 +365,8 @@ class ModuleStepper(Stepper):
         self.shards.count(joined.loss, *self._measure(out, y, lo, hi - lo))
 
     def _check_loss(self, batch: datasets.Batch, samples: int) -> None:
-        """Reports to the user if the loss is not a mean over samples: shards change its value then.
+        """Reports to the user if the loss is not a mean over samples with the weights of shards:
+        then shards change its value.
 
         Rank 0 checks the first shard that it has read from its start, once.
         """
@@ -344,9 +385,22 @@ class ModuleStepper(Stepper):
             x, y = shard
             return self._compute_loss(*self._compute_output(x, y))
 
-        copies = not self.partial  # parameters that this rank has only in parts are not restored
-        kind, values = separable.looked_at(owners, compute_loss, first_shard, copies)
-        if kind not in ("neither", "sum") or (kind == "sum" and self._loss_is_sum):
+        def compute_weight(shard: tuple[Any, Any]) -> float:
+            x, y = shard
+            with torch.no_grad():
+                out, target = self._compute_output(x, y)
+            return self._compute_weight(out, target, samples=0)
+
+        x, y = first_shard
+        weigh = self._find_weight(x if huggingface.is_whole(x, y) else y)
+        kind, values = separable.looked_at(
+            owners,
+            compute_loss,
+            first_shard,
+            copies=not self.partial,  # parameters that this rank has only in parts aren't restored
+            weight=None if weigh is None else compute_weight,
+        )
+        if kind not in ("neither", "sum", "weighted") or (kind == "sum" and self._loss_is_sum):
             return
         full, *halves = (f"{value:.5g}" for value in values)
         line = f"({full} of the {size} samples of a shard, {' and '.join(halves)} of their halves"
@@ -354,6 +408,17 @@ class ModuleStepper(Stepper):
             line = (
                 f"a sum over samples {line}) and is taken as their mean: divide it by them, "
                 "or set its `reduction`"
+            )
+        elif kind == "weighted":
+            counted = "their samples"
+            if weigh is not None:
+                counted = "their labels" if self.weight is None else "what weight= returns"
+            line = (
+                f"a weighted mean {line}), as with ignore_index, padding or class weights, and "
+                f"shards are weighted by {counted}. In shards of {size} it is another loss than "
+                f"that of the batch of {samples}: use weight=lambda output, target: what the loss "
+                "divides its sum by, for example (target != -100).sum(), or "
+                f"shard_size={samples} (docs/pytorch.md, means over tokens)"
             )
         else:
             line = (

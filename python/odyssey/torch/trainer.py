@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from ..settings import Training
 from ..settings import declarations as declaration
 from ..train import BatchSharing, Trainer, compare_settings, roots_of, split_metrics, spread
 from . import metrics as metric_sums
-from .arguments import check_arguments
+from .arguments import check_arguments, check_weight
 from .captured import kept_by_trainer
 from .changing import ForwardCheck, ForwardWatch
 from .checks import ModuleChecks
@@ -72,6 +72,12 @@ class DistributedTrainer(Trainer):
         gather: for a loss that compares samples with each other (contrastive, ranking): it is given
             the outputs and targets of the whole batch, whose shards run twice: for their outputs,
             then for the gradients of these.
+        weight: a function of (output, target), or of (output, batch) for dicts, that returns the
+            weight of a shard: the number that its loss divides a sum by, such as the number of
+            targets that count. Default: its samples; for a Hugging Face model with its own loss,
+            the labels that are not -100. For example, for a mean over tokens:
+
+                DistributedTrainer(module, optimizer, loss, weight=lambda out, y: (y != -100).sum())
         mesh, progress, comm, backend: as for odyssey.DistributedTrainer; replicas only.
         settings: by keyword: seed, precision ("fp32", or "bf16": autocast), clip_norm,
             accumulation_steps, zero (of its parameters alone a rank keeps 1: the optimizer's state,
@@ -102,6 +108,7 @@ class DistributedTrainer(Trainer):
         threads: int = 1,
         deterministic: str = "error",
         gather: bool = False,
+        weight: Callable[[Any, Any], Any] | None = None,
         mesh: Mesh | None = None,
         progress: Any = None,
         comm: communication.Communicator | None = None,
@@ -111,6 +118,7 @@ class DistributedTrainer(Trainer):
         values = {"shard_size": shard_size, "threads": threads, "backend": backend, **settings}
         training = declaration.make_settings(Training, values)
         check_arguments(training, module, optimizer, loss, scheduler, scheduler_interval)
+        check_weight(weight, loss, gather)
         super().__init__(training, comm or communication.world(backend), progress)
         self.mesh = (mesh or Mesh()).fit(self.comm.size, 1)
         if self.mesh.pp * self.mesh.tp > 1:
@@ -122,6 +130,7 @@ class DistributedTrainer(Trainer):
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.gather = gather
+        self.weight = weight
         self.metrics = metric_sums.chosen(metrics)
         summed_metrics, whole_metrics = split_metrics(self.metrics)
         self.whole_set = metric_sums.ModuleWholeSet(whole_metrics, self.comm)
@@ -198,6 +207,7 @@ class DistributedTrainer(Trainer):
             per_epoch=per_epoch,
             metrics=summed_metrics,
             gather=self.gather,
+            weight=self.weight,
             shards=self.shards,
             parts=parts,
             forward_watch=watch,

@@ -39,6 +39,7 @@ def roots_of(trainer: Trainer) -> dict[str, Any]:
     return {
         "model": parts.get("model") or parts.get("module"),
         "loss": parts.get("loss"),
+        "weight": parts.get("weight"),
         "optimizer": parts.get("optimizer"),
         "scheduler": parts.get("scheduler"),
         "schedule": parts.get("schedule"),
