@@ -393,13 +393,9 @@ class ModuleStepper(Stepper):
 
         x, y = first_shard
         weigh = self._find_weight(x if huggingface.is_whole(x, y) else y)
-        kind, values = separable.looked_at(
-            owners,
-            compute_loss,
-            first_shard,
-            copies=not self.partial,  # parameters that this rank has only in parts aren't restored
-            weight=None if weigh is None else compute_weight,
-        )
+        weight = None if weigh is None else compute_weight
+        copies = not self.partial  # parameters that this rank has only in parts are not restored
+        kind, values = separable.looked_at(owners, compute_loss, first_shard, copies, weight)
         if kind not in ("neither", "sum", "weighted") or (kind == "sum" and self._loss_is_sum):
             return
         full, *halves = (f"{value:.5g}" for value in values)
