@@ -39,7 +39,7 @@ from ..parallel.mesh import Groups
 from .direct import DirectRunner
 from .keeping import Keeper
 from .layout import Layout
-from .metrics import Metric
+from .metrics import WEIGHT, Metric
 from .ownership import Ownership
 from .programs import Programs
 from .runner import MARKS, Program, Runner, RunnerInputs, Storage
@@ -67,6 +67,8 @@ class Engine:
         team: the GPUs of this process, if the layout has some.
         metrics: see metrics.record.
         keeps: True if outputs and targets are kept for metrics of the whole set (`local_samples`).
+        weight: a function of (output, target) that gives the weights of samples, in the form of a
+            metric. Sums are divided by the sum of weights; None: by the number of samples.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Engine:
         team: DeviceGroup | None = None,
         metrics: dict[str, Metric] | None = None,
         keeps: bool = False,
+        weight: Metric | None = None,
     ) -> None:
         self.model = model
         self.arena = arena
@@ -99,6 +102,7 @@ class Engine:
             arena,
             loss,
             metrics,
+            weight,
             train=train,
             precision=precision,
             conv_algorithm=conv_algorithm,
@@ -175,12 +179,23 @@ class Engine:
         self.shard_size = size
         try:
             sums = self.run(batch, step=0)
-            totals = {**self.measured(sums), "loss": sums.loss}
+            totals = {**self.measured(sums), "loss": self.summed_loss(sums)}
             return {name: total / sums.samples for name, total in totals.items()}
         finally:
             self.shard_size = usual_size
             self.storage = usual_storage
             self._drop_runners([key for key in self._runners if key not in previous_keys])
+
+    def weight(self, sums: Sums) -> float:
+        """Returns the number that sums are divided by: their samples, or the sum of weights."""
+        return sums.samples if self.programs.weight is None else sums.values[WEIGHT]
+
+    def summed_loss(self, sums: Sums) -> float:
+        """Returns the mean loss of a batch, times its samples; NaN if no sample has a weight."""
+        if self.programs.weight is None:
+            return sums.loss
+        weight = self.weight(sums)
+        return sums.loss / weight * sums.samples if weight > 0 else math.nan
 
     def updated(self) -> None:
         """Brings parameters to the ranks that compute with them. Call it after an update."""

@@ -21,8 +21,9 @@ from ..errors import ConfigError, OdysseyError
 from ..metrics import AUC, F1, R2, Correlation, Precision, Recall, is_of_whole_set
 
 Metric = Callable[[Any, Any], Tensor]
-# places among the statistics: of correct predictions, of metrics, behind these
+# places among the statistics: of correct predictions, of weights, of metrics, behind these
 CORRECT = 2
+WEIGHT = 3
 FIRST_METRIC = 4
 END_METRIC = 16
 
@@ -124,24 +125,36 @@ def record(
             if metric is F.top_k and counted:  # the loss has counted them
                 places[name] = CORRECT
                 continue
-            try:
-                value = metric(y, target)
-            except OdysseyError as problem:
-                raise type(problem)(f"[train] the metric {name}: {problem}") from None
-            if not isinstance(value, Tensor) or (
-                value.shape and value.shape[0] != executor.samples
-            ):
-                description = (
-                    f"of shape {value.shape}"
-                    if isinstance(value, Tensor)
-                    else f"a {type(value).__name__}"
-                )
-                raise ConfigError(
-                    f"[train] the metric {name} gave {description}; it must give a Tensor, a value "
-                    f"of each sample ({executor.samples}, ...) or one number, made with the ops of "
-                    "odyssey.functional"
-                )
-            value = F.mean(value) if value.shape else value
             places[name] = FIRST_METRIC + sum(place >= FIRST_METRIC for place in places.values())
-            executor.emit("stats", executor.stats, value.memory, value.memory, places[name])
+            _record_sum(executor, f"the metric {name}", metric, places[name], y, target)
     return places
+
+
+def record_weight(executor: Recorder | ShardEager, weight: Metric, y: Any, target: Any) -> None:
+    """Records the sum of the weights of a shard's samples, by which a trainer divides."""
+    with no_grad():
+        _record_sum(executor, "weight=", weight, WEIGHT, y, target)
+
+
+def _record_sum(
+    executor: Recorder | ShardEager, name: str, metric: Metric, place: int, y: Any, target: Any
+) -> None:
+    """Records the sum of a metric over the samples, at a place among the statistics.
+
+    name: for messages. Raises ConfigError: its values are not those of samples.
+    """
+    try:
+        value = metric(y, target)
+    except OdysseyError as problem:
+        raise type(problem)(f"[train] {name}: {problem}") from None
+    if not isinstance(value, Tensor) or (value.shape and value.shape[0] != executor.samples):
+        description = (
+            f"of shape {value.shape}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        )
+        raise ConfigError(
+            f"[train] {name} gave {description}; it must give a Tensor, a value "
+            f"of each sample ({executor.samples}, ...) or one number, made with the ops of "
+            "odyssey.functional"
+        )
+    value = F.mean(value) if value.shape else value
+    executor.emit("stats", executor.stats, value.memory, value.memory, place)

@@ -37,6 +37,7 @@ from ..nn.module import in_mode
 from .keeping import Keeper
 from .listing import Listed, first_difference, said, watched
 from .metrics import record as record_metrics
+from .metrics import record_weight
 
 # Settings whose programs are kept. A schedule of dropout has new settings in each step.
 MAX_SETTINGS = 8
@@ -93,6 +94,7 @@ class Programs:
         arena: Arena,
         loss: Any,
         metrics: Any,
+        weight: Any,
         *,
         train: bool,
         precision: str,
@@ -108,6 +110,7 @@ class Programs:
         self.loss = loss
         self.metrics = metrics
         self.keeper = keeper
+        self.weight = weight
         self.train = train
         self.precision = precision
         self.conv_algorithm = conv_algorithm
@@ -586,6 +589,8 @@ class Programs:
                 # The loss doesn't count correct predictions.
                 stats = executor.alloc(16)
                 executor.emit("fill", stats, 0.0, 4)
+            if self.weight is not None:
+                record_weight(executor, self.weight, y, target)
             start = len(getattr(executor, "records", ()))
             self.metric_at = record_metrics(executor, self.metrics, form, y, target)
             if self.keeper is not None:

@@ -98,6 +98,22 @@ def make_loss(loss: Any, model: Module) -> Any:
     return loss
 
 
+def check_weight(weight: Any, reduction: str) -> None:
+    """Raises ConfigError: weight is no function, or ranks take steps of their own."""
+    if weight is None:
+        return
+    if not callable(weight):
+        raise ConfigError(
+            f"[train] weight is {weight!r}; use a function of (output, target), such as "
+            "lambda output, target: target >= 0"
+        )
+    if reduction in MODES:
+        raise ConfigError(
+            f"[train] weight= isn't supported with reduction={reduction!r}, whose ranks divide "
+            "apart; use reduction='tree'"
+        )
+
+
 def shard_size_of(model: Module, shard_size: int | None) -> int | None:
     """The shard size of a training: as given, or as the model's micro-batches are; None: by its
     global batch. Raises ConfigError: two different numbers are given.

@@ -124,19 +124,21 @@ class EngineStepper(Stepper):
         """Updates the parameters from a step's sums; returns False, and changes nothing, if ranks
         differ or a gradient is not finite.
         """
-        if not self.engine.alike:
+        is_weighted = self.engine.programs.weight is not None
+        if not self.engine.alike or (is_weighted and not self.engine.weight(sums) > 0):
             return False
         return self.engine.commit_step(self.optimizer, sums, self._divisor_address(sums), rate)
 
     def _divisor_address(self, sums: Sums) -> int:
-        """Returns the address of the number that gradients are divided by: samples, times the
-        loss scale, and more if they are clipped.
+        """Returns the address of the number that gradients are divided by: samples or the sum of
+        weights, times the loss scale, and more if they are clipped.
         """
         self.grad_norm = None
         self._sums = sums
-        if self.clip_norm is None and not self.scaler.enabled:
+        is_weighted = self.engine.programs.weight is not None
+        if self.clip_norm is None and not self.scaler.enabled and not is_weighted:
             return sums.samples_address
-        divisor = sums.samples * self.scaler.value
+        divisor = self.engine.weight(sums) * self.scaler.value
         if self.clip_norm is not None:
             norm = self.engine.ownership.norm(sums) / divisor
             self.grad_norm = norm
@@ -176,7 +178,8 @@ class EngineStepper(Stepper):
         layout = self.engine.layout
         if layout.split or layout.zero:
             return None  # ranks would have to add up theirs
-        divisor = float(self._divisor[0]) if self.scaler.enabled else self._sums.samples
+        weight = self.engine.weight(self._sums)
+        divisor = float(self._divisor[0]) if self.scaler.enabled else weight
         return self.engine.ownership.norm(self._sums) / divisor
 
     # --- the first step ---
@@ -250,8 +253,8 @@ class EngineStepper(Stepper):
         self.say(
             f"[train] the loss is no mean over samples ({values}): computed in shards it is "
             f"another one than that of the batch of {n}. Give shard_size={n}, where one rank has "
-            "the batch; of a root or other function of a mean, give the mean itself "
-            "(docs/losses.md)"
+            "the batch; of a root or other function of a mean, give the mean itself; of a mean "
+            "over tokens give the sum, and what it is divided by as weight= (docs/losses.md)"
         )
 
     def check_metrics(self, batch: datasets.Batch) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,11 @@ class DistributedTrainer(Trainer):
             one of "accuracy", "top5", "mae", "mse", "f1", "precision", "recall", "auc", "r2",
             "correlation"; or a list of such names (docs/losses.md); default accuracy, where targets
             are classes.
+        weight: a function of (output, target) that gives the weights of samples, in the form of a
+            metric. The sum of losses and its gradient are divided by the sum of weights instead of
+            the number of samples. For example, cross-entropy over the tokens that have a label:
+
+                DistributedTrainer(model, optimizer, weight=lambda output, target: target >= 0)
         schedule: factor on the learning rate as a function of the step (optim.schedule).
         mesh: how many ranks replicate the model (dp), form a pipeline (pp) and share layers (tp);
             default: the model's own placement decides pp, the other ranks are replicas.
@@ -97,6 +102,7 @@ class DistributedTrainer(Trainer):
         *,
         loss: Any = None,
         metrics: Any = None,
+        weight: Callable[[Any, Any], Any] | None = None,
         schedule: Schedule | None = None,
         mesh: Mesh | None = None,
         progress: Any = None,
@@ -105,6 +111,7 @@ class DistributedTrainer(Trainer):
     ) -> None:
         training = construction.make_settings(num_gpus, backend, settings)
         construction.check_arguments(model, optimizer, schedule, mesh)
+        construction.check_weight(weight, training.reduction)
         comm = comm or construction.connect(training.backend, training.device, training.num_gpus)
         devices, self.notice = construction.choose_devices(
             training.device, training.num_gpus, comm, training.oversubscribe
@@ -158,6 +165,7 @@ class DistributedTrainer(Trainer):
                 f"[train] the metric {next(iter(whole_metrics))} needs the outputs of all samples, "
                 "which GPUs don't keep; use device='cpu', or compute it from trainer.predict()"
             )
+        self.weight = weight
         self._assemble(*self._engines(strategy, groups, team))
 
     # --- construction ---
@@ -219,6 +227,7 @@ class DistributedTrainer(Trainer):
             "precision": self.settings.precision,
             "conv_algorithm": self.settings.conv_algorithm,
             "metrics": None if self.metrics is None else self._summed_metrics,
+            "weight": self.weight,
             "team": team,
             "keeps": bool(self.whole_set),
         }
@@ -412,7 +421,8 @@ class DistributedTrainer(Trainer):
                     raise
                 self.loop.handle_nonfinite(batch, "gradient", rate)
         elif not applied:
-            quantity = "gradient" if math.isfinite(sums.loss) else "loss"
+            loss = self.stepper.engine.summed_loss(sums)
+            quantity = "gradient" if math.isfinite(loss) else "loss"
             self.loop.handle_nonfinite(batch, quantity, rate)
         if applied:
             self.stepper.engine.updated()
@@ -422,7 +432,8 @@ class DistributedTrainer(Trainer):
         """Counts a step that all ranks have taken or skipped, and returns it."""
         self.stepper.steps += 1
         metrics = self.stepper.measured(sums)
-        self.last = Step(sums.loss, sums.correct, rate, applied, sums.updates, metrics, values)
+        loss = self.stepper.engine.summed_loss(sums)
+        self.last = Step(loss, sums.correct, rate, applied, sums.updates, metrics, values)
         self.mode.stepped()
         team = self.stepper.engine.team
         while team is not None and team.notes:
@@ -454,7 +465,8 @@ class DistributedTrainer(Trainer):
                 self.checks.raise_divergence(engine, batch)
             metrics = engine.measured(batch_sums)
             whole_set.update(self._exchange(batch, whole_set, engine), len(batch.indices))
-            return batch_sums.loss, batch_sums.correct, metrics, batch_sums.samples
+            loss = engine.summed_loss(batch_sums)
+            return loss, batch_sums.correct, metrics, batch_sums.samples
 
         batches = iter(evaluated(loader, self.feed.part(training=False)))
         evaluation = self._evaluation(engine.ahead(batches), sums, whole_set, compared_data)
