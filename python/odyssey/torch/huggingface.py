@@ -4,6 +4,7 @@ and logits.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,13 +15,9 @@ from ..errors import ConfigError
 
 IGNORED = -100  # a label of a token that has no loss
 #: Parts of the names of classes whose loss is the mean over the labels that aren't IGNORED.
-_MEAN_OVER_LABELS = (
-    "ForCausalLM",
-    "ForConditionalGeneration",
-    "ForMaskedLM",
-    "ForSequenceClassification",
-    "ForTokenClassification",
-    "LMHeadModel",
+_MEAN_OVER_LABELS = re.compile(
+    "For(CausalLM|ConditionalGeneration|MaskedLM|SequenceClassification|TokenClassification)"
+    "|LMHeadModel"
 )
 
 
@@ -32,7 +29,7 @@ def label_counter(module: Any) -> Callable[[Any, Any], Any] | None:
     """
     base = module.get_base_model() if hasattr(module, "get_base_model") else module  # of PEFT
     names = [kind.__name__ for kind in type(getattr(base, "_orig_mod", base)).__mro__]
-    name = next((n for n in names if any(part in n for part in _MEAN_OVER_LABELS)), None)
+    name = next(filter(_MEAN_OVER_LABELS.search, names), None)
     config = getattr(base, "config", None)
     if name is None or not hasattr(config, "model_type"):
         return None
