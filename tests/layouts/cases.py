@@ -92,6 +92,7 @@ def trained(
         device="cpu",
         loss=case.loss.build(),
         metrics=case.metrics,
+        weight=case.weight,
         schedule=case.schedule[1],
         progress=quiet,
         **case.settings,

@@ -23,7 +23,16 @@ import changes
 import kinds
 from chance import Random, draw, drawn
 from networks import Network
-from samples import Data, Joined, Loss, Parted, parted_loss, targets, token_ids
+from samples import (
+    Data,
+    Joined,
+    Loss,
+    Parted,
+    parted_loss,
+    targets,
+    token_ids,
+    weigh_positive,
+)
 
 from odyssey import functional as F
 from odyssey import nn, optim
@@ -201,6 +210,7 @@ class Training:
     loop: str = "fit"  # one of LOOPS
     metrics: Any = None
     changes: tuple[changes.Change, ...] = ()  # while it runs
+    weight: Callable[[Any, Any], Any] | None = None  # of samples
 
     @functools.cached_property
     def shard(self) -> int:
@@ -275,6 +285,7 @@ class Training:
             *([self.loop] if self.loop != LOOPS[0] else []),
             *(f"{k}={v}" for k, v in given.items()),
             f"metrics {' '.join(self.metrics)}" if self.metrics else "",
+            f"weights {self.weight.__name__}" if self.weight else "",
             *(f"change: {change.text}" for change in self.changes),
         ]
         return "; ".join(filter(None, words))
@@ -356,6 +367,7 @@ def training(seed: int, index: int, all_data: bool = False, changing: bool = Fal
         settings,
         random.integer(1, 2),
         metrics=metrics,
+        weight=weigh_positive if kind("weight").chance(0.25) else None,
     )
     return changes.adapted(kind("changes"), made) if changing else made
 

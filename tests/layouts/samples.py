@@ -16,6 +16,7 @@ from networks import Shape
 from odyssey import data, nn
 from odyssey import functional as F
 from odyssey.core.tensor import Tensor
+from odyssey.data.nested import leaves
 
 # --- data -----------------------------------------------------------------------------------------
 
@@ -231,6 +232,12 @@ def parted_loss(y: dict[str, Tensor], target: Any) -> Tensor:
         F.mse_loss(y["mean"], target)
         + (0.1 * (y["spread"] - F.log(y["spread"] + 1e-3))).sum(1).mean()
     )
+
+
+def weigh_positive(y: Any, target: Any) -> Tensor:
+    """Returns weights of samples: more for those whose target is above 0."""
+    first = leaves(target)[0]
+    return (first > 0) + 0.25
 
 
 def of_one_s_own(y: Tensor, target: Any) -> Tensor:
