@@ -441,3 +441,45 @@ def test_a_model_with_a_loss_counts_its_labels_by_itself(capsys, kind):
     line = "the loss is a weighted mean" in capsys.readouterr().err
     assert line == (kind is TextModel)
     assert error > 1e-3 if kind is TextModel else error < 1e-6
+
+
+def run_own_text_loop(comm: Any, shard_size: int, loss: Any) -> tuple[bytes, float]:
+    """Returns the weights after two steps over texts, and the last loss."""
+    net = DistributedDataParallel(make_text_net(4), shard_size=shard_size, comm=comm)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for number in range(2):
+        losses = []
+        for x, y in net.shards(make_text(number, 13), lambda shard: count_tokens(None, shard[1])):
+            value = loss(net(x), y)
+            value.backward()
+            losses.append((value, (y != IGNORED).sum()))
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = net.mean(losses)
+    return b"".join(value.tobytes() for value in values(net.module).values()), mean
+
+
+@pytest.mark.parametrize("loss", [token_loss, masked_loss])
+@pytest.mark.parametrize("shard_size", [1, 3])
+def test_an_own_loop_with_weights_is_the_trainer(shard_size, loss):
+    """On one rank; with shards without a label, whose gradients are NaN or 0."""
+    net = make_text_net(4)
+    trainer = DistributedTrainer(
+        net,
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        loss,
+        metrics={},
+        shard_size=shard_size,
+        weight=count_tokens,
+    )
+    trainer.fit([make_text(number, 13) for number in range(2)], epochs=1, verbose=False)
+    ((found, mean),) = mock.run(1, run_own_text_loop, shard_size, loss)
+    assert found == b"".join(value.tobytes() for value in values(net).values())
+    assert mean == pytest.approx(trainer.last.loss / 13, rel=1e-6)
+
+
+def test_a_weight_of_an_own_loop_that_is_no_number_is_an_error():
+    net = DistributedDataParallel(make_text_net(1), shard_size=2)
+    with pytest.raises(ConfigError, match="weight= returns a tensor of shape"):
+        for _ in net.shards(make_text(1, 6), lambda shard: shard[1] != IGNORED):
+            pass

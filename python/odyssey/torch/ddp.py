@@ -40,7 +40,7 @@ from ..errors import ConfigError, check_integer
 from ..parallel import Strategy, default_shard_size
 from .data import Shared, tree_of
 from .modes import flushes_subnormals
-from .shards import LoopError, Shards, generator
+from .shards import LoopError, Shards, generator, read_weight
 
 ADVICE_ONE_NET = "make one DistributedDataParallel of nn.ModuleDict({name: module, ...})"
 _LEAVES = (torch.Tensor, int, float, str, bytes, type(None))  # of a batch
@@ -207,11 +207,18 @@ class DistributedDataParallel(torch.nn.Module):
             is_pending=is_pending or self._loop_is_open,
         )
 
-    def shards(self, batch: Any) -> Iterator[Any]:
+    def shards(self, batch: Any, weight: Callable[[Any], Any] | None = None) -> Iterator[Any]:
         """This rank's shards of a global batch, to run forward and backward on; to be used up.
+
+            for x, y in net.shards(batch, weight=lambda shard: (shard[1] != -100).sum()):
+                loss = F.cross_entropy(net(x), y)  # a mean over the labels that are not -100
+                loss.backward()
+                losses.append((loss, (y != -100).sum()))
 
         batch: what an `odyssey.torch.DataLoader` yields, or the whole global batch, alike on all
             ranks: tensors (samples, ...) in tuples, lists or dictionaries.
+        weight: a function of a shard that returns its weight: the number that the shard's loss
+            divides a sum by. None: the number of its samples. A batch of one shard needs none.
         Raises LoopError: zero_grad(), clipping or a step inside the loop, a shard without
         backward(), one loop inside another, or another net's running statistics or gradients moved
         by it. ConfigError: no tensor in the batch, or a loader with another shard_size.
@@ -239,7 +246,10 @@ class DistributedDataParallel(torch.nn.Module):
                     for p, gradient in zip(self._trained, gradients, strict=True)
                 }
                 self._versions = dict(versions)
-                yield cut_shard(lo, hi)  # the user's loop runs the shard here
+                shard = cut_shard(lo, hi)
+                if weight is not None:
+                    self._shards.weigh(read_weight(weight(shard)))
+                yield shard  # the user's loop runs the shard here
                 self._check_shard(gradients, versions)
                 if state_before is not None:
                     self._has_drawn = not torch.equal(state_before, generator.get_state())
@@ -275,7 +285,7 @@ class DistributedDataParallel(torch.nn.Module):
 
         Pairs are, for example, the loss and the samples of each shard. A rank without shards passes
         none. The mean is the same on all ranks, and on any number of ranks. It is NaN if no rank
-        passes a pair.
+        passes a pair. A number of weight 0 isn't used, so it may be NaN.
         """
         pairs = [
             (value.item() if isinstance(value, torch.Tensor) else value, weight)
@@ -288,7 +298,8 @@ class DistributedDataParallel(torch.nn.Module):
         numbers, weights = self.comm.all_gather(padded).reshape(-1, 2).T
         total = math.fsum(weights)
         # fsum rounds once: the order of the pairs, and so the ranks, make no difference
-        return math.fsum(numbers * weights) / total if total else math.nan
+        terms = np.multiply(numbers, weights, where=weights != 0, out=np.zeros(len(weights)))
+        return math.fsum(terms) / total if total else math.nan
 
     def _compare_loaded(self, position: tuple[int, int] | None) -> None:
         """Reports differences between the net whose state was loaded and this one, before the first

@@ -181,6 +181,28 @@ class Share:
         return self.shards.share(samples, self.train)
 
 
+def read_weight(weight: Any) -> float:
+    """Returns the weight of a shard that a user's function has returned, as a number.
+
+    Raises ConfigError: it is none, or below 0.
+    """
+    try:
+        number = float(weight)
+    except (TypeError, ValueError, RuntimeError):
+        shape = tuple(weight.shape) if isinstance(weight, torch.Tensor) else None
+        kind = f"a tensor of shape {shape}" if shape else f"a {type(weight).__name__}"
+        raise ConfigError(
+            f"[torch] weight= returns {kind}; return one number for each shard, for example "
+            "(target != -100).sum()"
+        ) from None
+    if not 0 <= number < math.inf:
+        raise ConfigError(
+            f"[torch] weight= returns {number} for a shard; return a finite number from 0, for "
+            "example (target != -100).sum()"
+        )
+    return number
+
+
 def _count_traffic(reduction: Reduction) -> np.ndarray:
     """Returns the bytes that a reduction has sent: in all, uncompressed, to other machines."""
     return np.array([reduction.bytes_sent, reduction.bytes_plain, reduction.bytes_wire])
@@ -539,8 +561,7 @@ class Shards:
         tail = [weighted_loss, float(hi - lo), self._weight, *metrics]
         if train:
             tail += self._find_reached(gradients, versions)
-            if self._weight != 1:
-                flat[: self._layout.statistics].mul_(self._weight)
+            self._scale_gradients(flat[: self._layout.statistics])
             tail += self._store_buffers(flat)
         offset = self._layout.sums if train else 0
         flat.numpy()[offset : offset + len(tail)] = tail
@@ -594,6 +615,16 @@ class Shards:
         """
         if self._shard_count > 1:
             self._weight = samples / self._full_samples
+
+    def _scale_gradients(self, gradients: torch.Tensor) -> None:
+        """Multiplies the gradients of the shard that was run by its weight.
+
+        Without a weight they become 0, even if they are NaN, as those of a mean of nothing are.
+        """
+        if not self._weight:
+            gradients.zero_()
+        elif self._weight != 1:
+            gradients.mul_(self._weight)
 
     def _prepare_shard(self, gradients: list[torch.Tensor]) -> list[int]:
         """Sets the gradients of parameters to these views, and statistics to their values before

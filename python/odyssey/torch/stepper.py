@@ -25,7 +25,7 @@ from . import metrics as metric_sums
 from .changing import ForwardCheck, ForwardWatch
 from .data import part, tree_of
 from .optimizer_parts import OptimizerParts
-from .shards import BatchSums, Shards, is_compiled
+from .shards import BatchSums, Shards, is_compiled, read_weight
 from .whole_batch_loss import Outputs, WholeBatchLoss
 
 
@@ -286,28 +286,14 @@ class ModuleStepper(Stepper):
     def _compute_weight(self, out: Any, y: Any, samples: int) -> float:
         """Returns the weight of a shard among those of its batch.
 
-        Raises ConfigError: the user's function gives no number, or one below 0.
+        Raises ConfigError: the user's function returns no number, or one below 0.
         """
         weigh = self._find_weight(y)
         if weigh is None:
             return float(samples)
         with torch.no_grad():
             weight = weigh(out, y)
-        try:
-            number = float(weight)
-        except (TypeError, ValueError, RuntimeError):
-            shape = tuple(weight.shape) if isinstance(weight, torch.Tensor) else None
-            kind = f"a tensor of shape {shape}" if shape else f"a {type(weight).__name__}"
-            raise ConfigError(
-                f"[torch] weight= returns {kind}; return one number for each shard, for example "
-                "(target != -100).sum()"
-            ) from None
-        if not 0 <= number < math.inf:
-            raise ConfigError(
-                f"[torch] weight= returns {number} for a shard; return a finite number from 0, for "
-                "example (target != -100).sum()"
-            )
-        return number
+        return read_weight(weight)
 
     def _join_outputs(
         self, outcome: StepOutcome, batch: datasets.Batch, step: int, train: bool

@@ -517,9 +517,7 @@ class Spread(Shards):
                     f"{self.zero} has sent its gradient; use_reentrant=False, or zero=1"
                 )
             assert parameter.grad is not None
-            gradient = bucket.gradient(i).add_(parameter.grad)
-            if self._weight != 1:
-                gradient.mul_(self._weight)
+            self._scale_gradients(bucket.gradient(i).add_(parameter.grad))
             parameter.grad = None
             self._reached_flags[i] = 1.0
             bucket.waits.discard(i)
