@@ -196,3 +196,17 @@ def test_a_loss_that_divides_itself_is_told(capsys):
     line = capsys.readouterr().err
     assert "the loss is no mean over samples" in line
     assert "what it is divided by as weight=" in line
+
+
+def test_a_run_resumes_with_its_weight_only(tmp_path):
+    samples = texts()
+    loader = data.DataLoader(samples, batch_size=SAMPLES)
+    saving = {"checkpoint_dir": tmp_path, "checkpoint_every": 1, "verbose": False}
+    make_trainer("tokens").fit(loader, epochs=1, **saving)
+    resumed = make_trainer("tokens")
+    resumed.fit(loader, epochs=2, **saving)
+    whole = make_trainer("tokens")
+    whole.fit(loader, epochs=2, verbose=False)
+    assert resumed.weights_sha256() == whole.weights_sha256()
+    with pytest.raises(ConfigError, match='made with loss "CrossEntropyLoss, weighted"'):
+        make_trainer("tokens", weight=None).fit(loader, epochs=3, **saving)

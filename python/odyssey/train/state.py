@@ -268,6 +268,7 @@ class EngineState:
             if isinstance(v, (int, float, tuple, list)) and k[0] != "_"
         }
         strategy = self.layout.reduction
+        is_weighted = self.stepper.engine.programs.weight is not None
         return as_json(
             {
                 "model": [
@@ -277,7 +278,7 @@ class EngineState:
                 "optimizer": [type(self.optimizer).__name__, sorted(settings.items())],
                 "shard size": self.sharing.shard_size,
                 **built["layers"],
-                "loss": type(self.stepper.loss).__name__,
+                "loss": type(self.stepper.loss).__name__ + ", weighted" * is_weighted,
                 "precision": [
                     self.settings.precision,
                     self.scaler.growth_interval if self.scaler.enabled else 0,
