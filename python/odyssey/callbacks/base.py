@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base import registry
 from ..checkpoints.trainable import Cursor, History, Saving, Step, Tally, Trainable
+from ..core.random_scopes import scope
 from ..errors import ConfigError
 from ..settings.declarations import brief
 
@@ -86,10 +87,21 @@ class Context:
         return f"Context({position}, loss={self.loss:.6g}, record={self.record})"
 
     def emit(self, event: str) -> None:
-        """Calls a method of all callbacks, in their order."""
+        """Calls a method of all callbacks, in their order.
+
+        Callbacks of the user's own code may draw from the generators of the process. So each call
+        is in a scope of random numbers, which depend on the callback, the event and the step.
+        """
         for callback in self.callbacks:
             self.asking = callback
-            getattr(callback, event)(self)
+            method = getattr(callback, event)
+            is_inherited = getattr(method, "__func__", None) is getattr(Callback, event)
+            if callback.own_code and not is_inherited and not self.trainer.comm.in_threads:
+                place = next((n for n, one in enumerate(self.given) if one is callback), -1)
+                with scope(self.trainer.seed, "callback", place, event, self.trainer.steps):
+                    method(self)
+            else:
+                method(self)
 
     @property
     def epoch(self) -> int:

@@ -495,10 +495,16 @@ class Capture:
         if self._epoch_start is None or self._epoch_start[0] != epoch:
             yield
             return
+        with self.restored(roots):
+            self._put_loader(*self._epoch_start[1:], roots)
+            yield
+
+    @contextlib.contextmanager
+    def restored(self, roots: Collection[str] = LOADER_ROOTS) -> Iterator[None]:
+        """Gives the loader's roots, after the block, what they hold before it."""
         arrays: dict[str, np.ndarray] = {}
         current_values = self._changed_values(self.look(), arrays)
         copies = {name: np.array(arrays[name]) for name in _array_names(current_values)}
-        self._put_loader(*self._epoch_start[1:], roots)
         try:
             yield
         finally:

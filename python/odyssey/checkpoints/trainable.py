@@ -264,6 +264,7 @@ class Trainable(Protocol):
 
     comm: Communicator
     mode: Mode
+    seed: int  # of the random numbers
     steps: int  # optimizer steps so far, over all fit()s
     accumulation_steps: int  # batches of a loader that make one of them
     check_every: int  # steps from one check_alike() to the next; 0: never

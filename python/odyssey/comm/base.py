@@ -71,6 +71,8 @@ class Communicator:
         timeout: seconds that its calls wait for other ranks; None: ODYSSEY_TIMEOUT.
         moved_by_calls: True if data move on only while a rank is in one of its calls, which any
             thread may make.
+        in_threads: True if ranks are threads of this process, which share what a process has, such
+            as the generators of random numbers.
     """
 
     rank: int = 0
@@ -82,6 +84,7 @@ class Communicator:
     why: str = "local: one process"
     timeout: float | None = None
     moved_by_calls: bool = False
+    in_threads: bool = False
     # time.monotonic() at which a wait gives up; another thread may set it
     until: float | None = None
     _crowded: bool = False

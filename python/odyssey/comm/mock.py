@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core import random_scopes
 from ..errors import CollectiveError, ConfigError
 from . import base
 from .base import Communicator
@@ -65,6 +66,7 @@ class MockCommunicator(Communicator):
         self.size = len(ranks)
         self.local_size = self.size
         self.local_rank = rank
+        self.in_threads = self.size > 1
         self.why = f"mock: {world.size} threads"
 
     def _begin(self, call: Call) -> Request:
@@ -225,6 +227,7 @@ def run(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
 
     def work(rank: int) -> None:
         base.here.world = MockCommunicator(world, group, everyone, rank)
+        random_scopes.join_group(id(world))
         try:
             results[rank] = function(base.here.world, *arguments)
         except BaseException as error:  # SystemExit as well: it belongs to the caller of run

@@ -12,6 +12,7 @@ __getattr__, __dir__, __all__ = attach(
         "core.functional": "functional",
         "core.native": "native",
         "core.program": "ONNX Range Record Recorder using",
+        "core.random_scopes": "random_scopes",
         "core.tensor": "Tensor empty no_grad",
     },
 )

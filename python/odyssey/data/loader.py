@@ -8,6 +8,7 @@ consumer. A process reads only its run of the samples of each batch (see `part` 
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import queue
 import threading
@@ -194,6 +195,23 @@ class DataLoader:
         """
         self.set_epoch(epoch)
         self._first_batch = check_integer("batch", batch, 0, len(self))
+
+    @contextlib.contextmanager
+    def at_epoch(self, epoch: int) -> Iterator[None]:
+        """Makes an iteration in the block start at the first batch of an epoch.
+
+        After the block the next iteration starts where it would have started without it. So an
+        evaluation in the middle of an epoch leaves the training's order as it was.
+        """
+        previous_epoch = self.next_epoch
+        previous_first_batch = self._first_batch
+        self.next_epoch = epoch
+        self._first_batch = 0
+        try:
+            yield
+        finally:
+            self.next_epoch = previous_epoch
+            self._first_batch = previous_first_batch
 
     def __len__(self) -> int:
         """Returns the number of batches in an epoch."""

@@ -27,10 +27,10 @@ from torch import nn
 
 from ..capture import REFERENCE, Capture, Picture, decode, encode, mark, put_into
 from ..comm import Communicator
+from ..core import random_scopes
 from ..errors import ConfigError
 from ..nn import settings
 from ..train import agreement
-from .seeded import put_back, states
 
 # times that a number rises by as much as the time before, which a length or a loss does not
 COUNTS = 3
@@ -235,22 +235,21 @@ class ForwardCheck:
         both, because it counts calls.
         """
         copies_after = _copies_of(after)
-        generators = states()
         try:
             _set_all(paths, after, self._before, self._copies)
             try:
-                results_before = [mark(value) for value in compute()]
+                with random_scopes.restored():
+                    results_before = [mark(value) for value in compute()]
             except Exception:  # it can't be computed with a part of what was there before
                 return False, None
             rises_before = self._rises(paths, self._copies)
-            put_back(generators)
             _set_all(paths, after, after, copies_after)
-            results_after = [mark(value) for value in compute()]
+            with random_scopes.restored():
+                results_after = [mark(value) for value in compute()]
             rises_after = self._rises(paths, copies_after)
         except Exception:  # if it is no accident, the next shard raises it too
             return False, None
         finally:
-            put_back(generators)
             _set_all(paths, after, after, copies_after)
         counters = [path for path, by in rises_before.items() if rises_after.get(path) == by]
         return results_before != results_after, counters[0] if counters else None

@@ -21,12 +21,14 @@ from .. import comm as communication
 from .. import data as own
 from ..capture import edges_of_object, register_edges
 from ..comm import Communicator
+from ..core import random_scopes
 from ..data import ArrayDataset, Batch, Part, Pieces, leaves, mapped
 from ..errors import ConfigError, DataError, check_integer
 from ..parallel import plan
 from ..train import check_batches, check_sampler
-from .seeded import Seeded, TensorRows
-from .shards import Share, generator, seed_of
+from .seeded import Seeded, SeededCollate, TensorRows
+from .shard_draws import generator
+from .shards import Share, seed_of
 from .worker_seeds import seed_kept_workers
 
 # torch keeps a running iterator and its workers in it, which no checkpoint holds
@@ -191,11 +193,14 @@ class DataLoader(own.DataLoader):
         self._loader = torch.utils.data.DataLoader(
             samples, batch_sampler=self._shard_order, **options
         )  # type: ignore[arg-type]
+        if options.get("collate_fn") is not None:
+            self._loader.collate_fn = SeededCollate(self._loader.collate_fn, self.seed)
 
     @property
     def collate_fn(self) -> Any:
         """The function that makes the samples of a shard one batch."""
-        return self._loader.collate_fn
+        function = self._loader.collate_fn
+        return function.function if isinstance(function, SeededCollate) else function
 
     def follow(self, shard_size: int) -> None:
         """Uses the shard size of a trainer.
@@ -252,11 +257,13 @@ class DataLoader(own.DataLoader):
 def begin_epoch(loader: Any, epoch: int, seed: int) -> None:
     """Prepares a loader for an epoch.
 
-    Torch's generator is seeded by the epoch. So a loader that shuffles with it has the same order
-    on all ranks, and again when a training run resumes within the epoch. Workers that are kept
-    from epoch to epoch are seeded as new workers are.
+    The generators of torch, NumPy and Python are seeded by the epoch. So a loader that draws from
+    them has the same order on all ranks, and again when a training run resumes within the epoch.
+    Workers that are kept from epoch to epoch are seeded as new workers are.
     """
-    generator.manual_seed(seed_of(seed, ORDER, epoch))
+    with random_scopes.alone():
+        random_scopes.seed_all(random_scopes.number_of(seed, "epoch", epoch))
+        generator.manual_seed(seed_of(seed, ORDER, epoch))
     # odyssey's own loaders count epochs themselves; others are told.
     if not hasattr(loader, "start_at"):
         for source in (loader, getattr(loader, "sampler", None)):

@@ -40,7 +40,8 @@ from ..errors import ConfigError, check_integer
 from ..parallel import Strategy, default_shard_size
 from .data import Shared, tree_of
 from .modes import flushes_subnormals
-from .shards import LoopError, Shards, generator, read_weight
+from .shard_draws import generator
+from .shards import LoopError, Shards, read_weight
 
 ADVICE_ONE_NET = "make one DistributedDataParallel of nn.ModuleDict({name: module, ...})"
 _LEAVES = (torch.Tensor, int, float, str, bytes, type(None))  # of a batch
@@ -111,6 +112,7 @@ class DistributedDataParallel(torch.nn.Module):
             threads=check_integer("threads", threads, 1),
             deterministic=deterministic,
             tell=lambda line: warnings.warn(line, stacklevel=2),
+            custom_loop=True,
         )
         self._shards.agree(
             {

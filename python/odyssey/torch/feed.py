@@ -22,7 +22,8 @@ from ..train import (
 )
 from .data import DataLoader, batches, begin_epoch
 from .generators import Orders, generators
-from .shards import Shards, Share, generator
+from .shard_draws import generator
+from .shards import Shards, Share
 from .worker_seeds import keeps_workers
 
 
@@ -51,10 +52,9 @@ class ModuleFeed(BatchFeed):
         seed: int,
         capture: Capture,
     ) -> None:
-        super().__init__(mode, accumulation_steps, capture)
+        super().__init__(mode, accumulation_steps, seed, capture)
         self.shards = shards
         self.sharing = sharing
-        self.seed = seed
         self.orders = Orders()
 
     def take_size(self, loader: Any) -> None:
@@ -115,13 +115,13 @@ class ModuleFeed(BatchFeed):
         return repeatable or super().repeats(sampler)
 
     def evaluated(
-        self, loader: Any, batch_size: int, targets: bool = True
+        self, loader: Any, context: callbacks.Context, targets: bool = True
     ) -> Iterator[datasets.Batch]:
         """The batches of a data set or loader, whose shards are decided; of odyssey's loaders
         this rank reads its samples alone.
 
         Args:
-            batch_size: of training; 0 if it is not known.
+            context: of the training.
             targets: the batches have targets.
         """
         if isinstance(loader, torch.utils.data.Dataset):
@@ -129,12 +129,10 @@ class ModuleFeed(BatchFeed):
         loader = in_batches(loader)
         self.take_size(loader)
         if own_steps(loader) and len(loader.dataset):
-            self.sharing.share_out(min(loader.batch_size, len(loader.dataset)), batch_size)
-            if isinstance(loader, DataLoader):
-                # samples that are drawn are the same each time, also after a resume
-                loader.set_epoch(0)
+            self.sharing.share_out(min(loader.batch_size, len(loader.dataset)), context.batch_size)
             yield from loader.steps(part=self.part(training=False))
             return
-        for batch in batches(loader, 0, self.seed, 1, targets):
-            self.sharing.share_out(len(batch.indices), batch_size)
+        epoch = context.cursor.loader_epoch if loader is context.loader else 0
+        for batch in batches(loader, epoch, self.seed, 1, targets):
+            self.sharing.share_out(len(batch.indices), context.batch_size)
             yield batch

@@ -21,7 +21,6 @@ from ..core import fingerprint
 from ..train import spread
 from .changing import ForwardCheck
 from .data import part
-from .seeded import keys, put_back, states
 from .shards import Shards
 
 
@@ -97,26 +96,19 @@ class FirstShard:
         x, y = tree_map(_copy, decode(node, arrays))
         return x, y
 
-    def _compute(self, value: tuple[Any, Any], step: int) -> int | None:
-        """Returns the fingerprint of the gradients; None if they depend on generators that differ
-        between ranks.
-        """
+    def _compute(self, value: tuple[Any, Any], step: int) -> int:
+        """Returns the fingerprint of the gradients."""
         x, y = value
-        generators = states()
-        try:
-            with (
-                self.shards.modes.held(),
-                self.shards.norms.unchanged(),
-                self.forward_check.undone(),
-                self._gathered_prints() as prints,
-            ):
-                self.shards.seed_shard(0, step)
-                self.run(x, y, self._samples)
-            _, *others = zip(keys(generators), keys(states()), strict=True)
-            is_seeded = all(before == after for before, after in others)
-            return fingerprint.add(prints) if is_seeded else None
-        finally:
-            put_back(generators)
+        with (
+            self.shards.modes.held(),
+            self.shards.norms.unchanged(),
+            self.forward_check.undone(),
+            self._gathered_prints() as prints,
+            self.shards.draws.watched(),
+        ):
+            self.shards.seed_shard(0, step)
+            self.run(x, y, self._samples)
+        return fingerprint.add(prints)
 
     @contextlib.contextmanager
     def _gathered_prints(self) -> Iterator[list[int]]:

@@ -1,65 +1,92 @@
-"""Samples of a data set that may draw random numbers: those of a sample are f(seed, epoch, index).
+"""Samples of a data set, and batches of a collate function, that may draw random numbers.
 
-torch's, NumPy's and Python's generators are saved once per shard. A data set that has not drawn in
-its first shard is read without seeding and the generators are compared after each: a shard in which
-a sample did draw is read once more, seeded, as all are from then on. Not for generators that a data
-set has of its own (a loader's: generators.py).
+What a sample draws depends on (seed, epoch, index). What a collate function draws for a shard
+depends on (seed, epoch, index of the shard's first sample). So it does not depend on which rank or
+worker reads the shard.
+
+The generators of torch, NumPy and Python are saved once per shard. A data set that has not drawn in
+its first shard is read without seeding, and the generators are compared after each shard. If a
+sample did draw, that shard is read again, seeded, as all are from then on. This is not for
+generators that a data set holds (generators.py has those of a loader).
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.utils.data
 
-from ..core import native
-from .shards import generator, seed_of
+from ..core import random_scopes
+from .shards import seed_of
 
 Key = tuple[int, int]  # of a sample: epoch, index
+COLLATE = 1 << 60  # seeds a collate function, in addition to epoch and index
+
+
+class SamplesOfShard(list):  # type: ignore[type-arg]
+    """The samples of a shard.
+
+    key: of the first of them.
+    """
+
+    key: Key = (0, 0)
 
 
 class Seeded(torch.utils.data.Dataset):
-    """A data set by (epoch, index), a shard at a time; the generators are afterwards what they
-    were before.
-    """
+    """A data set by (epoch, index), a shard at a time. Afterwards generators are as before."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
-        self._draws: bool | None = None  # whether it is known to draw; None: nothing has been read
+        # whether the data set draws random numbers; None if nothing has been read yet
+        self._draws: bool | None = None
 
     def __getitems__(self, wanted: Sequence[Key]) -> list[Any]:
-        """The samples of one shard."""
-        before = states()
-        same = False
-        try:
-            if self._draws is False:
-                made = [self.dataset[index] for _, index in wanted]
-                same = keys(states()) == keys(before)
-                if same:
-                    return made
-            made = [self._seeded(*key) for key in wanted]
-            self._draws = bool(self._draws)
-            return made
-        finally:
-            if not same:
-                put_back(before)
+        """Returns the samples of one shard."""
+        with random_scopes.restored():
+            samples = SamplesOfShard(self._read(wanted))
+        if wanted:
+            samples.key = wanted[0]
+        return samples
 
-    def _seeded(self, epoch: int, index: int) -> Any:
-        number = seed_of(self.seed, epoch, index)
-        generator.manual_seed(number)
-        np.random.seed(number & 0xFFFFFFFF)
-        random.seed(number)
+    def _read(self, wanted: Sequence[Key]) -> list[Any]:
+        if self._draws is False:
+            marks = random_scopes.marks()
+            samples = [self.dataset[index] for _, index in wanted]
+            if random_scopes.marks() == marks:
+                return samples
+        samples = [self._read_seeded(*key) for key in wanted]
+        self._draws = bool(self._draws)
+        return samples
+
+    def _read_seeded(self, epoch: int, index: int) -> Any:
+        random_scopes.seed_all(seed_of(self.seed, epoch, index))
         if self._draws:
             return self.dataset[index]
-        seeded = keys(states())
+        marks = random_scopes.marks()
         sample = self.dataset[index]
-        self._draws = True if keys(states()) != seeded else self._draws
+        if random_scopes.marks() != marks:
+            self._draws = True
         return sample
+
+
+class SeededCollate:
+    """A collate function that may draw random numbers, for the shards of a `Seeded` data set.
+
+    For example, MixUp draws the weights of two samples for each shard.
+    """
+
+    def __init__(self, function: Callable[[list[Any]], Any], seed: int) -> None:
+        self.function = function
+        self.seed = seed
+
+    def __call__(self, samples: SamplesOfShard) -> Any:
+        """Returns what the function makes of the samples. Afterwards generators are as before."""
+        with random_scopes.restored():
+            random_scopes.seed_all(seed_of(self.seed, COLLATE, *samples.key))
+            return self.function(list(samples))
 
 
 class TensorRows:
@@ -86,49 +113,3 @@ class TensorRows:
         while type(dataset) is torch.utils.data.Subset:
             dataset = dataset.dataset
         return type(dataset) is torch.utils.data.TensorDataset and not any(options.values())
-
-
-def states() -> list[tuple[Any, Any, Any]]:
-    """Returns, of torch's, NumPy's and Python's generator, what tells two states apart, the
-    state, what sets it.
-    """
-    own = generator.get_state()
-    python = random.getstate()
-    # of which each draw moves the last, a place in the others; all are new after 624 draws
-    numbers = python[1]
-    return [
-        (own.numpy().tobytes(), own, generator.set_state),
-        (*_numpy_state(), np.random.set_state),
-        ((numbers[-1], numbers[:8], python[2]), python, random.setstate),
-    ]
-
-
-def keys(of: list[tuple[Any, Any, Any]]) -> list[Any]:
-    return [key for key, _, _ in of]
-
-
-def put_back(before: list[tuple[Any, Any, Any]]) -> None:
-    """Sets the generators to what `states` gave."""
-    for _, state, put in before:
-        put(state)
-
-
-_seen: tuple[Any, Any] = b"", None  # the latest state of NumPy's generator that was read
-
-
-def _numpy_state() -> tuple[Any, Any]:
-    """Returns what tells its state apart, and the state, which takes 60 us to read: anew where
-    its memory changed.
-    """
-    global _seen
-    bits = np.random.get_bit_generator()
-    if type(bits) is not np.random.MT19937:
-        state = np.random.get_state(legacy=False)
-        return repr(state), state
-    # a Mersenne twister has 624, and its place in them
-    words = native.copied(bits.ctypes.state_address, 4 * 625)
-    # with half of a pair of normal numbers left, drawing may leave its memory as it is
-    if _seen[0] != (words, 0, 0.0):
-        state = np.random.get_state()
-        _seen = (words, *state[3:]), state
-    return _seen

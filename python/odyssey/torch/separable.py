@@ -26,9 +26,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..core import random_scopes
 from ..errors import CollectiveError
 from ..nn import in_mode
-from .seeded import keys, put_back, states
 
 MAX_COMPARED_FLOATS = 1 << 22  # of gradients that are compared, small parameters first
 #: The largest error that weights may leave, as a share of a parameter's gradient. Rounding leaves
@@ -82,7 +82,7 @@ def looked_at(
         torch.enable_grad(),
     ):
         warnings.simplefilter("ignore")
-        keys_before = keys(states())
+        marks = random_scopes.marks()
         try:
             with (
                 getattr(torch.compiler, "set_stance", contextlib.nullcontext)("force_eager"),
@@ -98,7 +98,7 @@ def looked_at(
             raise
         except Exception:  # an error of forward() itself is raised when the module is trained
             return "unknown", []
-        has_drawn = keys(states()) != keys_before
+        has_drawn = random_scopes.marks() != marks
     return "unknown" if has_drawn else _classify_loss(gradients, values, weights), values
 
 
@@ -227,7 +227,6 @@ def _restore_after(owners: list[nn.Module], copies: bool) -> Iterator[None]:
 
     copies: True restores parameters too; it takes memory for a copy of them.
     """
-    generator_states = states()
     tensors: list[torch.Tensor] = []
     for owner in owners:
         if copies:
@@ -244,7 +243,8 @@ def _restore_after(owners: list[nn.Module], copies: bool) -> Iterator[None]:
     ]
     saved_containers = [(container, container.copy()) for container in (*attributes, *inside)]
     try:
-        yield
+        with random_scopes.restored():
+            yield
     finally:
         for container, content in saved_containers:
             container.clear()
@@ -253,4 +253,3 @@ def _restore_after(owners: list[nn.Module], copies: bool) -> Iterator[None]:
             for tensor, version, value in saved_tensors:
                 if tensor._version != version:
                     tensor.copy_(value)
-        put_back(generator_states)

@@ -19,6 +19,7 @@ gradients in the buffer (`SumsLayout` has their offsets):
     reached         for each parameter 1 if the shard reached it, else 0: a parameter that no shard
                     reaches has no gradient, as in plain torch
     counters        by how much the shard raised the integer buffers of normalisations
+    drawn           1 for each of Python's and NumPy's generators that the shard drew from, else 0
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import numpy as np
 import torch
 
 from ..comm import Communicator
-from ..core import fingerprint
+from ..core import fingerprint, random_scopes
 from ..errors import ConfigError, OdysseyError
 from ..parallel import Reduction, StepOutcome
 from ..parallel import plan as planning
@@ -45,10 +46,10 @@ from . import arithmetic
 from .arena import ModuleArena, plain_name
 from .memory import ALIGN
 from .modes import Modes
+from .shard_draws import SELDOM_USED, ShardDraws, runs_own_code
 
 SUMS = 15  # loss, samples, weight, metrics
 ALL_SHARDS = 1 << 61  # seeds random numbers that belong to all shards, instead of a shard's number
-generator = torch.random.default_generator
 
 
 def seed_of(*numbers: int) -> int:
@@ -117,6 +118,7 @@ class SumsLayout(NamedTuple):
     sums: int
     reached: int
     counters: int
+    drawn: int
     end: int
 
 
@@ -130,6 +132,7 @@ def lay_out_sums(gradient_floats: int, arena: ModuleArena) -> SumsLayout:
         SUMS,
         arena.trained,
         len(norms.counters),
+        len(SELDOM_USED),
     ]
     return SumsLayout(*np.cumsum(section_floats).tolist())
 
@@ -159,12 +162,14 @@ class BatchSums:
 
     loss: the weighted mean of the losses of the shards, times the samples.
     reached: for each trained parameter, True if a shard reached it.
+    drawn: for each generator of `SELDOM_USED`, True if a shard drew from it.
     """
 
     loss: float
     samples: float
     metrics: list[float]
     reached: list[bool] = dataclasses.field(default_factory=list)
+    drawn: list[bool] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -227,6 +232,7 @@ class Shards:
             reported by `tell`.
         tell: reports a line to the user.
         other_arithmetic: True if ranks may compute different results from the same numbers.
+        custom_loop: True if a loop of the user runs the shards, which can't repeat a step.
 
     Attributes:
         modes: the modes of torch in which shards run.
@@ -250,6 +256,7 @@ class Shards:
         deterministic: str,
         tell: Callable[[str], None],
         other_arithmetic: bool = False,
+        custom_loop: bool = False,
     ) -> None:
         if deterministic not in ("error", "warn"):
             raise ConfigError(
@@ -289,6 +296,7 @@ class Shards:
         self._share = 1.0  # samples of the shard that is being run / samples of a full shard
         self._weight = 1.0  # of its gradients and its loss
         self._lay_out_memory()
+        self.draws = ShardDraws(comm.in_threads, repeats=not custom_loop)
         self.norms = arena.norms
         self.running = torch.from_numpy(self.norms.running)
         self.kept = torch.from_numpy(self.norms.kept)
@@ -486,8 +494,8 @@ class Shards:
 
     @contextlib.contextmanager
     def _forbid_other_changes(self, train: bool) -> Iterator[None]:
-        """Restores torch's generator, statistics and counters after the block, also if a shard
-        failed. Checks that nothing else of the module was changed.
+        """Restores generators, statistics and counters after the block, also if a shard failed.
+        Checks that nothing else of the module was changed.
 
         Parameters, and buffers that no rule merges, must be as before the block: ranks run other
         shards, so they would get other values.
@@ -509,11 +517,10 @@ class Shards:
                     f"[torch] {name} was frozen and is not any more; make a new trainer of the "
                     "module"
                 )
-        state_before = generator.get_state()
         try:
-            yield
+            with self.draws.watched():
+                yield
         finally:
-            generator.set_state(state_before)
             if train:
                 self.norms.put_back()
         current_buffers = dict(arena.buffers) if self.norms.fixed_buffers else {}
@@ -563,6 +570,7 @@ class Shards:
             tail += self._find_reached(gradients, versions)
             self._scale_gradients(flat[: self._layout.statistics])
             tail += self._store_buffers(flat)
+            tail += self.draws.flags()
         offset = self._layout.sums if train else 0
         flat.numpy()[offset : offset + len(tail)] = tail
 
@@ -583,20 +591,25 @@ class Shards:
                         self.norms.put_back()
 
     def seed_shard(self, shard: int, step: int, train: bool = True) -> None:
-        """Seeds torch's generator for a shard."""
-        generator.manual_seed(seed_of(self.seed, step, shard, train))
+        """Seeds the generators for a shard."""
+        self.draws.seed(seed_of(self.seed, step, shard, train), everything=not train)
 
     @contextlib.contextmanager
     def drawing(self, step: int, train: bool) -> Iterator[None]:
-        """Seeds torch's generator for a computation that is the same on all ranks, and restores it
+        """Seeds the generators for a computation that is the same on all ranks, and restores them
         after the block.
         """
-        state_before = generator.get_state()
-        generator.manual_seed(seed_of(self.seed, step, ALL_SHARDS, train))
-        try:
+        with self.draws.watched():
+            self.draws.seed(seed_of(self.seed, step, ALL_SHARDS, train), everything=True)
             yield
-        finally:
-            generator.set_state(state_before)
+
+    def scope(self, part: Any, *key: int | str) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which an optimizer or scheduler draws numbers that depend on `key`.
+
+        part: the optimizer or scheduler.
+        """
+        number = random_scopes.number_of(self.seed, *key)
+        return self.draws.scope(number, everything=runs_own_code(part))
 
     def count(self, loss: float, *metrics: float) -> None:
         """Sets the results of the shard that is being run.
@@ -696,7 +709,14 @@ class Shards:
         self._store_mean(result, weight)
         layout = self._layout
         reached_by = result[layout.reached : layout.counters].tolist()  # so many shards
-        return BatchSums(loss, samples, metrics, [shards > 0 for shards in reached_by])
+        drawn_by = result[layout.drawn : layout.end].tolist()
+        return BatchSums(
+            loss,
+            samples,
+            metrics,
+            reached=[shards > 0 for shards in reached_by],
+            drawn=[shards > 0 for shards in drawn_by],
+        )
 
     def _merge_buffers(self, result: torch.Tensor, samples: float) -> None:
         """Computes the values of statistics and counters after the step, for `settle`.
@@ -712,7 +732,7 @@ class Shards:
             mean = result[layout.statistics : layout.changed] / shares
             changed = result[layout.changed : layout.sums] > 0
             self.merged = torch.where(changed, mean, self.kept)
-        totals = result[layout.counters : layout.end].tolist()
+        totals = result[layout.counters : layout.drawn].tolist()
         raised = [math.ceil(total / self._shard_count) for total in totals]
         self._counts_after = [count + by for count, by in zip(norms.counts, raised, strict=True)]
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from .. import data as datasets
 from ..base import slot
 from ..comm import Communicator
+from ..core import random_scopes
 from ..errors import ConfigError
 from ..nn.utils import global_norm
 from ..parallel import StepOutcome
@@ -101,6 +102,11 @@ class ModuleStepper(Stepper):
         """True if each rank has the gradients of its own parameters only."""
         return self.zero > 1 and self.comm.size > 1
 
+    @property
+    def _parts_of_update(self) -> bool:
+        """True if each rank updates other parameters."""
+        return self.zero > 0 and self.comm.size > 1
+
     # --- the learning rate ---
 
     @property
@@ -125,7 +131,8 @@ class ModuleStepper(Stepper):
         """Applies what callbacks have changed, and the scheduler's epochs, before a step."""
         self.parts.normalize_groups()
         while self.scheduler is not None and self.per_epoch and self.scheduled < epoch:
-            self.scheduler.step()
+            with self.shards.scope(self.scheduler, "scheduler of epochs", self.scheduled):
+                self.scheduler.step()
             self.scheduled += 1
             self.parts.normalize_groups()
         self.forward_watch.check_structure()
@@ -134,7 +141,8 @@ class ModuleStepper(Stepper):
     def advance_scheduler(self) -> None:
         """Steps a scheduler of steps, after an optimizer step."""
         if self.scheduler is not None and not self.per_epoch:
-            self.scheduler.step()
+            with self.shards.scope(self.scheduler, "scheduler", self.steps):
+                self.scheduler.step()
 
     def run(
         self,
@@ -182,7 +190,11 @@ class ModuleStepper(Stepper):
         if train:
             self.forward_check.is_due = False  # also on a rank without a shard
             self.shards.coming_sizes = set()
-        return self.shards.sums()
+        sums = self.shards.sums()
+        if train and self.shards.draws.learn(sums.drawn):
+            self.shards.settle(step_taken=False)
+            return self.run(batch, step, whole_set=whole_set)
+        return sums
 
     @contextlib.contextmanager
     def _watching_forward(self) -> Iterator[None]:
@@ -442,8 +454,17 @@ class ModuleStepper(Stepper):
             for i, (_, parameter) in enumerate(self.arena.named[: self.arena.trained]):
                 is_updated = sums.reached[i] and i in self.parts.owned
                 parameter.grad = gradients[i] if is_updated else None
-            with self.shards.holding():
+            with (
+                self.shards.holding(),
+                self.shards.scope(self.optimizer, "optimizer", self.steps),
+            ):
+                marks = random_scopes.marks() if self._parts_of_update else None
                 self.optimizer.step()
+                if marks is not None and random_scopes.marks() != marks:
+                    raise ConfigError(
+                        f"[torch] the optimizer draws random numbers, and with zero={self.zero} "
+                        "each rank updates other parameters; use zero=0"
+                    )
             if self.zero in (1, 2) and self.comm.size > 1:
                 self.comm.all_gather_v(self.arena.params, self.parts.ranges)
         self.shards.settle(finite)

@@ -317,11 +317,17 @@ class DistributedTrainer(Trainer):
     # --- evaluation ---
 
     @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Everything in eval mode, without gradients; the modes are what they were afterwards."""
+    def _evaluating(self, loader: Any) -> Iterator[None]:
+        """Everything in eval mode, without gradients. Afterwards the modes, generators and the
+        position of the loader are as before.
+        """
         previous_phase = slot.phase("evaluate")
         try:
-            with in_mode(self.module, False), torch.no_grad():
+            with (
+                in_mode(self.module, False),
+                torch.no_grad(),
+                self.feed.without_trace(loader, self.context),
+            ):
                 yield
         finally:
             slot.phase(previous_phase)
@@ -338,8 +344,8 @@ class DistributedTrainer(Trainer):
             metrics = self.stepper.measured(batch_sums)
             return batch_sums.loss, metrics.get("accuracy", 0.0), metrics, batch_sums.samples
 
-        with self._evaluating():
-            batches = self.feed.evaluated(loader, self.context.batch_size)
+        with self._evaluating(loader):
+            batches = self.feed.evaluated(loader, self.context)
             return self._evaluation(batches, sums, whole_set)
 
     def predict(self, loader: Any) -> torch.Tensor:
@@ -354,8 +360,8 @@ class DistributedTrainer(Trainer):
             loader = torch.utils.data.TensorDataset(loader)
         rows: dict[str, np.ndarray] = {}  # by the number of the first
         count = 0
-        with self._evaluating():
-            batches = self.feed.evaluated(loader, self.context.batch_size, targets=False)
+        with self._evaluating(loader):
+            batches = self.feed.evaluated(loader, self.context, targets=False)
             for number, batch in enumerate(batches):
                 for start, outputs in self.stepper.predict_shards(batch, number):
                     rows[f"{count + start}"] = outputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from .. import data as datasets
 from ..callbacks import Context
 from ..capture import Capture
 from ..checkpoints.trainable import Mode
+from ..core import random_scopes
 from ..core.tensor import layout_of
 from ..engine.engine import Engine
 from ..errors import ConfigError
@@ -43,17 +45,23 @@ class BatchFeed:
     Args:
         mode: how ranks take steps; has their communicator.
         accumulation_steps: batches of a loader that make one step.
+        seed: of the random numbers that loaders draw from the generators of the process.
         capture: of what samplers remember; None: samplers remember nothing.
 
     Attributes:
         configuration: of the data of the last fit(), to compare with a checkpoint's.
         loader_state: the position of the last fit()'s loader, if it has a `state_dict()`.
+        is_reading: True while an epoch of the training's loader is read.
         process_generators: random number generators of the process that a loader may draw from.
     """
 
     process_generators: dict[str, ProcessGenerator] = PROCESS_GENERATORS
 
-    def __init__(self, mode: Mode, accumulation_steps: int, capture: Capture | None = None) -> None:
+    def __init__(
+        self, mode: Mode, accumulation_steps: int, seed: int, capture: Capture | None = None
+    ) -> None:
+        self.seed = seed
+        self.is_reading = False
         self.capture = capture
         self.mode = mode
         self.comm = mode.comm
@@ -87,7 +95,11 @@ class BatchFeed:
 
     def batches(self, loader: Any, epoch: int) -> Iterable[datasets.Batch]:
         """The batches of an epoch, from its first or from where the loader was told to start."""
-        return batches_of(self.started(loader))
+
+        def begin() -> None:
+            random_scopes.seed_all(random_scopes.number_of(self.seed, "epoch", epoch))
+
+        return batches_of(self.started(loader, begin))
 
     def order_states(self) -> dict[str, np.ndarray]:
         """Returns the states of the generators that the loader holds, by their places."""
@@ -160,6 +172,49 @@ class BatchFeed:
         except TypeError:  # a generator, or torch's loader of an IterableDataset
             context.steps_per_epoch = 0
         return compared_data
+
+    @contextlib.contextmanager
+    def without_trace(self, loader: Any, context: Context) -> Iterator[None]:
+        """Restores, after the block, what an evaluation over `loader` changes of the training.
+
+        These are the states of random number generators, the position of the loader, and what the
+        training's loader, sampler and data set remember.
+
+        Raises ConfigError: in the middle of an epoch, an iteration over this loader would end that
+        of the training.
+        """
+        is_of_training = loader is context.loader
+        if is_of_training and self.is_reading:
+            self._check_second_iteration(loader)
+        names = ("dataset", "sampler", "batch_sampler")
+        pairs = [(getattr(loader, n, None), getattr(context.loader, n, None)) for n in names]
+        pairs.append((loader, getattr(context.loader, "dataset", None)))
+        is_shared = is_of_training or any(a is not None and a is b for a, b in pairs)
+        with contextlib.ExitStack() as stack:
+            if not self.comm.in_threads:
+                stack.enter_context(random_scopes.scope(self.seed, "evaluate"))
+            if is_shared and self.capture is not None:
+                stack.enter_context(self.capture.restored())
+                stack.callback(self.put_order_states, self.order_states())
+            if isinstance(loader, datasets.DataLoader):
+                epoch = context.cursor.loader_epoch if is_of_training else loader.next_epoch
+                stack.enter_context(loader.at_epoch(epoch))
+            yield
+
+    def _check_second_iteration(self, loader: Any) -> None:
+        """Raises ConfigError: a loader can't be iterated while an epoch of it is read."""
+        kind = type(loader).__name__
+        if self._state_of(loader) is not None or isinstance(loader, Iterator):
+            raise ConfigError(
+                f"[evaluate] the training is in the middle of an epoch of this {kind}, which has "
+                "one position; use another loader of the same data, or evaluate in on_epoch_end"
+            )
+        if getattr(loader, "persistent_workers", False):
+            raise ConfigError(
+                f"[evaluate] the training is in the middle of an epoch of this {kind}, whose "
+                "persistent workers read one epoch at a time; use persistent_workers=False, or "
+                "another loader of the same data"
+            )
 
     def of_epoch(self, loader: Any, context: Context, first_batch: int) -> Iterable[datasets.Batch]:
         """Returns the batches of the steps of an epoch, of which each is `accumulation_steps` of
@@ -276,9 +331,10 @@ class EngineFeed(BatchFeed):
         mesh: Mesh,
         learning_rate: LearningRate,
         say: Callable[[str], None],
+        seed: int,
         capture: Capture,
     ) -> None:
-        super().__init__(mode, accumulation_steps, capture)
+        super().__init__(mode, accumulation_steps, seed, capture)
         self.engine = engine
         self.evaluation_engine = evaluation_engine
         self.mesh = mesh

@@ -243,7 +243,11 @@ class Loop:
         trainer.checks.begin_epoch()
         session.leave_out(time.perf_counter() - now)  # loggers open their files there
         batches = trainer.feed.of_epoch(train_loader, context, session.first_batch)
-        tally = trainer.mode.epoch(batches, session.steps_left)
+        trainer.feed.is_reading = True
+        try:
+            tally = trainer.mode.epoch(batches, session.steps_left)
+        finally:
+            trainer.feed.is_reading = False
         trainer.checks.end_epoch()
         self._report_changed_transforms(train_loader)
         seconds = session.seconds()

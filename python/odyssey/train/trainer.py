@@ -304,6 +304,7 @@ class DistributedTrainer(Trainer):
             mesh=self.mesh,
             learning_rate=self.learning_rate,
             say=self.say,
+            seed=settings.seed,
             capture=self.capture,
         )
         self.capture.begin()
@@ -468,8 +469,9 @@ class DistributedTrainer(Trainer):
             loss = engine.summed_loss(batch_sums)
             return loss, batch_sums.correct, metrics, batch_sums.samples
 
-        batches = iter(evaluated(loader, self.feed.part(training=False)))
-        evaluation = self._evaluation(engine.ahead(batches), sums, whole_set, compared_data)
+        with self.feed.without_trace(loader, self.context):
+            batches = iter(evaluated(loader, self.feed.part(training=False)))
+            evaluation = self._evaluation(engine.ahead(batches), sums, whole_set, compared_data)
         slot.phase("compute")
         return evaluation
 
@@ -479,8 +481,12 @@ class DistributedTrainer(Trainer):
         ranks call it.
         """
         self.mode.settle()
-        with self.arena.lent(self.stepper.engine.ownership.parameters()):
-            batches = evaluated(in_batches(loader), None)
+        loader = in_batches(loader)
+        with (
+            self.arena.lent(self.stepper.engine.ownership.parameters()),
+            self.feed.without_trace(loader, self.context),
+        ):
+            batches = evaluated(loader, None)
             algorithm = self.settings.conv_algorithm
             return trained_models.predicted(
                 self.model, batches, self.comm, self.shard_size, algorithm

@@ -1,0 +1,146 @@
+"""Random numbers that shards draw from the generators of the process.
+
+Each shard is seeded by the training's seed, the step and the shard, so its draws don't depend on
+which rank runs it. Seeding torch's generator takes a microsecond, so it is done for every shard.
+Seeding those of Python and NumPy takes 15 us, and few modules draw from them. So a trainer seeds
+them in the first step, and then only if a shard has drawn from them. If a shard does so in a later
+step for the first time, that step is repeated with seeds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..core import random_scopes
+
+generator = torch.random.default_generator
+#: The generators that are seeded only if shards draw from them, in the order of their flags.
+SELDOM_USED = ("python", "numpy")
+
+
+class TorchGenerator:
+    """torch's generator of the CPU, as `random_scopes` describes generators."""
+
+    def mark(self) -> bytes:
+        return generator.get_state().numpy().tobytes()
+
+    def state(self) -> torch.Tensor:
+        return generator.get_state()
+
+    def restore(self, state: torch.Tensor) -> None:
+        generator.set_state(state)
+
+    def seed(self, number: int) -> None:
+        generator.manual_seed(number)
+
+
+random_scopes.GENERATORS["torch"] = TorchGenerator()
+
+
+def runs_own_code(part: Any) -> bool:
+    """Returns whether an optimizer or scheduler calls functions that the user has written."""
+    if type(part).__module__.partition(".")[0] != "torch":
+        return True
+    names = (
+        "_optimizer_step_pre_hooks",
+        "_optimizer_step_post_hooks",
+        "lr_lambdas",
+        "_scale_fn_ref",
+    )
+    if any(getattr(part, name, None) for name in names):
+        return True
+    return any(runs_own_code(one) for one in getattr(part, "_schedulers", ()))
+
+
+class ShardDraws:
+    """Seeds the generators of the process for each shard, and notes which of them it draws from.
+
+    Args:
+        in_threads: True if ranks are threads, which share the generators. Then only torch's is
+            seeded.
+        repeats: True if the caller can repeat a step. If False, all generators are seeded for each
+            shard.
+    """
+
+    def __init__(self, in_threads: bool, repeats: bool) -> None:
+        self.in_threads = in_threads
+        self.repeats = repeats
+        names = () if in_threads else SELDOM_USED
+        self._seldom_used = {name: random_scopes.GENERATORS[name] for name in names}
+        self._seeded = set(names)
+        self._is_first_step = True
+        self._marks: dict[str, Any] = {}  # of the generators, before the shard drew from them
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Restores, after the block, the states that all generators had before it.
+
+        Raises ConfigError: another thread trains at the same time. It would not help to wait for
+        it, because a program may draw in a thread at any time, for example to create a module.
+        """
+        watched_generators = {
+            "torch": random_scopes.GENERATORS["torch"],
+            **self._seldom_used,
+        }
+        with contextlib.nullcontext() if self.in_threads else random_scopes.alone(patience=0.0):
+            states = {name: one.state() for name, one in watched_generators.items()}
+            marks = {name: one.mark() for name, one in self._seldom_used.items()}
+            outer_marks = self._marks
+            self._marks = dict(marks)
+            try:
+                yield
+            finally:
+                self._marks = outer_marks
+                for name, one in watched_generators.items():
+                    # NumPy and Python need longer to set a state than to compare it
+                    if name == "torch" or one.mark() != marks[name]:
+                        one.restore(states[name])
+
+    def seed(self, number: int, everything: bool = False) -> None:
+        """Seeds the generators for a shard, or for a computation that is the same on all ranks.
+
+        everything: True if all generators are seeded, also those that no shard has drawn from.
+        """
+        generator.manual_seed(number)
+        for name, one in self._seldom_used.items():
+            if everything or name in self._seeded:
+                one.seed(number)
+                self._marks[name] = one.mark()
+
+    @contextlib.contextmanager
+    def scope(self, number: int, everything: bool) -> Iterator[None]:
+        """Seeds the generators in the block, for code between the shards of two steps.
+
+        It does nothing if ranks are threads. everything: as for `seed`.
+        """
+        if self.in_threads:
+            yield
+            return
+        with self.watched():
+            self.seed(number, everything)
+            yield
+
+    def flags(self) -> list[float]:
+        """Returns 1 for each generator of `SELDOM_USED` that the shard has drawn from, else 0."""
+        flags = [0.0] * len(SELDOM_USED)
+        for place, name in enumerate(SELDOM_USED):
+            if name in self._seldom_used:
+                flags[place] = float(self._seldom_used[name].mark() != self._marks[name])
+        return flags
+
+    def learn(self, drawn: Sequence[bool]) -> bool:
+        """Takes over which generators the shards of a step have drawn from, on any rank.
+
+        Returns True if one of them was not seeded. Then the step must be repeated.
+        """
+        names = {name for name, is_drawn in zip(SELDOM_USED, drawn, strict=True) if is_drawn}
+        if self.in_threads or not self.repeats:
+            return False
+        must_repeat = not names <= self._seeded
+        self._seeded = names if self._is_first_step else self._seeded | names
+        self._is_first_step = False
+        return must_repeat
