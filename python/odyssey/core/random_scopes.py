@@ -176,17 +176,28 @@ def seed_all(number: int) -> None:
             generator.seed(number)
 
 
+def states() -> list[Any]:
+    """Returns the states of all generators, for `restore`."""
+    return [(one, one.mark(), one.state()) for one in GENERATORS.values()]
+
+
+def restore(saved_states: list[Any]) -> None:
+    """Sets all generators to the states that `states` returned."""
+    for generator, mark, state in saved_states:
+        # Python and NumPy need longer to set a state than to compare it.
+        if generator.mark() != mark:
+            generator.restore(state)
+
+
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
     """Sets all generators, after the block, to the states that they had before it."""
-    states = [(generator, generator.mark(), generator.state()) for generator in GENERATORS.values()]
-    try:
-        yield
-    finally:
-        for generator, mark, state in states:
-            # Python and NumPy need longer to set a state than to compare it.
-            if generator.mark() != mark:
-                generator.restore(state)
+    with alone():
+        saved_states = states()
+        try:
+            yield
+        finally:
+            restore(saved_states)
 
 
 @contextlib.contextmanager

@@ -197,7 +197,8 @@ class BatchFeed:
                 stack.enter_context(self.capture.restored())
                 stack.callback(self.put_order_states, self.order_states())
             if isinstance(loader, datasets.DataLoader):
-                epoch = context.cursor.loader_epoch if is_of_training else loader.next_epoch
+                # The training's loader may read ahead in a thread, so its data set keeps its epoch.
+                epoch = context.cursor.loader_epoch if is_shared else loader.next_epoch
                 stack.enter_context(loader.at_epoch(epoch))
             yield
 

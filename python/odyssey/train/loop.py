@@ -20,6 +20,7 @@ from ..base import registry, slot
 from ..callbacks import Callback, Context, LearningRateMonitor
 from ..callbacks.base import check_events
 from ..checkpoints.trainable import SENT, History, Saving, Tally
+from ..core import random_scopes
 from ..core.offload import offload
 from ..errors import ConfigError, NumericsError, check_integer
 from .progress import Shown, make
@@ -96,6 +97,8 @@ class Loop:
         trainer.whole_set.reset()
         session = Session(trainer, train_loader, context)
         self.session = session
+        # Epochs seed the generators of the process. The program continues with its own numbers.
+        generator_states = random_scopes.states()
         try:
             trainer.capture.begin()
             # a checkpoint is read into files as well
@@ -117,6 +120,8 @@ class Loop:
             context.callbacks = trainer.callbacks
             session.close()
             trainer.reporter.fit_progress = None
+            if not trainer.comm.in_threads:
+                random_scopes.restore(generator_states)
         if trainer.mode.own_loop:
             trainer.say(trainer.mode.summary(context.history.records[-1]))
         return context.history
