@@ -37,6 +37,8 @@ OWN_LOOP_SHARE = 0.12  # of programs that train in a loop around train_step()
 # These members need the events of fit(), or data whose length changes by epoch.
 NEEDS_FIT = ("average", "best", "teacher", "data", "sampler", "transform", "collate", "closure")
 Member = tuple[str, dict[str, Any]]
+#: False if ranks are threads, which share the generators of the process.
+ranks_are_processes = False
 
 
 def load(name: str) -> ModuleType:
@@ -51,10 +53,19 @@ def load(name: str) -> ModuleType:
 # --- members ---
 
 
+def kinds_of_states() -> list[str]:
+    """Returns the names of the states that a program may have on these ranks."""
+    return [
+        name
+        for name, kind in stateful_values.KINDS.items()
+        if ranks_are_processes or not hasattr(kind, "is_scoped")
+    ]
+
+
 def state_of(random: Random, effects: list[str], events: tuple[str, ...]) -> dict[str, Any]:
     """Returns the settings of a callback with a state of a random kind."""
     return {
-        "state": random.one(list(stateful_values.KINDS)),
+        "state": random.one(kinds_of_states()),
         "start": random.integer(1, 9),
         "event": random.one(events),
         "effect": random.one(effects),

@@ -692,4 +692,5 @@ class Program:
 
     def ends(self):
         """Returns numbers that the states would give next."""
-        return [one.state.next() for one in self.states for _ in range(3)]
+        states = [one.state for one in self.states if not hasattr(one.state, "is_scoped")]
+        return [state.next() for state in states for _ in range(3)]

@@ -69,6 +69,19 @@ class TorchGenerator:
 
 
 @kind
+class GeneratorOfTorch:
+    """Draws from torch's generator of the process, which each event of a callback finds seeded."""
+
+    is_scoped = True
+
+    def __init__(self, start):
+        self.start = start
+
+    def next(self):
+        return (float(torch.randn((), dtype=torch.float64)) + self.start / 10) % 1
+
+
+@kind
 class SmallModule:
     """A module of the callback's own."""
 
@@ -950,4 +963,5 @@ class Program:
 
     def ends(self):
         """Returns numbers that the states would give next."""
-        return [one.state.next() for one in self.states for _ in range(3)]
+        states = [one.state for one in self.states if not hasattr(one.state, "is_scoped")]
+        return [state.next() for state in states for _ in range(3)]

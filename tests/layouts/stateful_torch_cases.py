@@ -14,7 +14,6 @@ import numpy as np
 import own_loops
 import stateful
 import stateful_torch
-import stateful_values
 import torch_cases
 import torch_draws
 from chance import Random
@@ -30,7 +29,7 @@ DATA = ("data", "sampler", "transform", "collate")
 
 
 def _state(random: Random, effects: Any, events: Any = stateful_torch.EVENTS) -> Member:
-    kinds = [*stateful_values.KINDS, *list(stateful_torch.KINDS) * 3]
+    kinds = [*stateful.kinds_of_states(), *list(stateful_torch.KINDS) * 3]
     return (
         "state",
         {**stateful.state_of(random, list(effects), events), "state": random.one(kinds)},

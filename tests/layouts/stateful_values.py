@@ -927,3 +927,27 @@ class Cached:
     def next(self):
         self.n = (self.n * 3 + self.base) % 151
         return share(self.n, 151)
+
+
+# --- generators of the process ---
+
+
+@kind
+class GeneratorOfPython:
+    """Draws from the module `random`, which each event of a callback finds seeded."""
+
+    is_scoped = True
+
+    def __init__(self, start):
+        self.start = start
+
+    def next(self):
+        return (random.random() + self.start / 10) % 1
+
+
+@kind
+class GeneratorOfNumpy(GeneratorOfPython):
+    """Draws from `numpy.random`."""
+
+    def next(self):
+        return float((np.random.standard_normal() + self.start / 10) % 1)

@@ -10,10 +10,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import stateful
-import stateful_values
 
 
-@pytest.mark.parametrize("kind", sorted(stateful_values.KINDS))
+@pytest.mark.parametrize("kind", sorted(stateful.kinds_of_states()))
 def test_a_state_changes_and_starts_afresh(kind):
     runs = []
     for _ in "ab":
