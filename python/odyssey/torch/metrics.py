@@ -14,12 +14,12 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from ..core import random_scopes
 from ..engine import metrics as ours
 from ..errors import ConfigError
 from ..metrics import check_mean
 from ..train import WholeSet
 from . import huggingface
-from .seeded import put_back, states
 
 Metric = Callable[[Any, Any], Any]
 # Batches of random samples that show whether a function is a mean, and how many samples each has.
@@ -124,15 +124,11 @@ def check_means(metrics: dict[str, Metric], out: Any, y: Any, samples: int) -> N
     if len(tensors) < len(leaves) or any(t.shape[:1] != (samples,) for t in tensors):
         return
     ours_by_name = (accuracy, *NAMED.values())
-    generators = states()
-    try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for name, function in metrics.items():
-                if function not in ours_by_name and getattr(function, "func", None) is not top_k:
-                    _check_function(name, function, out, y, samples)
-    finally:
-        put_back(generators)
+    with random_scopes.restored(), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, function in metrics.items():
+            if function not in ours_by_name and getattr(function, "func", None) is not top_k:
+                _check_function(name, function, out, y, samples)
 
 
 def _check_function(name: str, function: Metric, out: Any, y: Any, samples: int) -> None:
