@@ -64,6 +64,7 @@ class Plain(Trainer):
         self.callbacks = []
         super().__init__(make_settings(Training, {}), Communicator(), None)
         self.metrics = None
+        self.arithmetic = types.SimpleNamespace(state=dict)
         self.replicas = 1
         self.layout = types.SimpleNamespace(workers=1, offload=None, balance=None, mesh=Mesh(1))
         self.stepper = types.SimpleNamespace(steps=0, last=None, traffic=lambda: (0, 0, 0))

@@ -141,7 +141,7 @@ GENERATORS: dict[str, SharedGenerator] = {"python": PythonGenerator(), "numpy": 
 #: How long a thread waits for the scope of another thread, in seconds.
 PATIENCE = 60.0
 
-_left = threading.Condition()  # notified when a scope ends
+_scope_ended = threading.Condition()  # notified when a scope ends
 _owner = 0  # the thread, or group of threads, that is in a scope
 _depth = 0  # its open scopes, one in another
 _group = threading.local()  # the number of this thread's group, if it has one
@@ -171,7 +171,7 @@ def marks() -> list[Any]:
 
 def seed_all(number: int) -> None:
     """Seeds all generators of the process."""
-    with alone():
+    with hold_generators():
         for generator in GENERATORS.values():
             generator.seed(number)
 
@@ -192,7 +192,7 @@ def restore(saved_states: list[Any]) -> None:
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
     """Sets all generators, after the block, to the states that they had before it."""
-    with alone():
+    with hold_generators():
         saved_states = states()
         try:
             yield
@@ -208,7 +208,7 @@ def scope(seed: int, *key: int | str) -> Iterator[None]:
     with seed 3.
 
     Raises:
-        ConfigError: Another thread is in a scope, as in `alone`.
+        ConfigError: Another thread is in a scope.
     """
     with restored():
         seed_all(number_of(seed, *key))
@@ -216,7 +216,7 @@ def scope(seed: int, *key: int | str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def alone(patience: float = PATIENCE) -> Iterator[None]:
+def hold_generators(patience: float = PATIENCE) -> Iterator[None]:
     """Keeps other threads out of scopes during the block, because all threads draw from the same
     generators.
 
@@ -235,8 +235,8 @@ def alone(patience: float = PATIENCE) -> Iterator[None]:
 def _enter(patience: float) -> None:
     global _depth, _owner
     thread = getattr(_group, "number", threading.get_ident())
-    with _left:
-        if not _left.wait_for(lambda: not _depth or _owner == thread, patience):
+    with _scope_ended:
+        if not _scope_ended.wait_for(lambda: not _depth or _owner == thread, patience):
             raise ConfigError(
                 "[train] another thread of this process trains at the same time, and both draw "
                 "from the same generators of random, numpy and torch; run one training after the "
@@ -248,6 +248,6 @@ def _enter(patience: float) -> None:
 
 def _leave() -> None:
     global _depth
-    with _left:
+    with _scope_ended:
         _depth -= 1
-        _left.notify_all()
+        _scope_ended.notify_all()

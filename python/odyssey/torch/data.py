@@ -261,7 +261,7 @@ def begin_epoch(loader: Any, epoch: int, seed: int) -> None:
     them has the same order on all ranks, and again when a training run resumes within the epoch.
     Workers that are kept from epoch to epoch are seeded as new workers are.
     """
-    with random_scopes.alone():
+    with random_scopes.hold_generators():
         random_scopes.seed_all(random_scopes.number_of(seed, "epoch", epoch))
         generator.manual_seed(seed_of(seed, ORDER, epoch))
     # odyssey's own loaders count epochs themselves; others are told.

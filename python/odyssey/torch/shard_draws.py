@@ -86,7 +86,11 @@ class ShardDraws:
             "torch": random_scopes.GENERATORS["torch"],
             **self._seldom_used,
         }
-        with contextlib.nullcontext() if self.in_threads else random_scopes.alone(patience=0.0):
+        with (
+            contextlib.nullcontext()
+            if self.in_threads
+            else random_scopes.hold_generators(patience=0.0)
+        ):
             states = {name: one.state() for name, one in watched_generators.items()}
             marks = {name: one.mark() for name, one in self._seldom_used.items()}
             outer_marks = self._marks
