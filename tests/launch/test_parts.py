@@ -20,6 +20,7 @@ import pytest
 
 import odyssey
 from odyssey.base import runs
+from odyssey.base.variables import DECIDE_BITS, OTHER_ARITHMETIC
 from odyssey.errors import ConfigError, LaunchError, OutputError
 from odyssey.launch import (
     LaunchConfig,
@@ -38,6 +39,7 @@ from odyssey.launch.lock import RunLock, holder
 from odyssey.launch.output import LINE_LIMIT, Pump
 from odyssey.launch.supervisor import (
     DistributedLauncher,
+    _exported,
     default_run_dir,
     launch_distributed_training,
 )
@@ -95,6 +97,21 @@ def test_the_environment_of_ranks(tmp_path):
         "127.0.0.1",
     )
     assert "StrictHostKeyChecking=yes" in out["HYDRA_LAUNCHER_EXTRA_ARGS"]
+
+
+def test_ranks_get_what_decides_bits(tmp_path):
+    """All variables of the reviewed list, also on other machines, where Open MPI sends none."""
+    given = {name.replace("*", "X"): "1" for name in DECIDE_BITS} | {"ATEN": "1", "AWS_KEY": "s"}
+    config = LaunchConfig(other_arithmetic=True)
+    out = starting.build_environment(config, given, MPICH, runs.Run(tmp_path, 1), 2, "t" * 16)
+    passed = {name for name in given if name in out}
+    assert passed == set(given) - {"ATEN", "AWS_KEY"}
+    assert {"ATEN_X", "ONEDNN_X", "DNNL_X", "MKL_X", "OMP_X", "ODYSSEY_TARGET_CPU"} <= passed
+    assert out[OTHER_ARITHMETIC] == "1"
+    assert passed | {OTHER_ARITHMETIC} <= set(_exported(out, config))
+    config = LaunchConfig()
+    out = starting.build_environment(config, given, MPICH, runs.Run(tmp_path, 1), 2, "t" * 16)
+    assert OTHER_ARITHMETIC not in out
 
 
 def test_srun_gives_ranks_the_cores_that_the_job_asked_for(tmp_path):

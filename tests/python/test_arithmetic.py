@@ -60,6 +60,7 @@ def prints(monkeypatch):
 
 def test_variables_that_decide_bits_are_found_by_name():
     environment = {"MKL_CBWR": "AVX2", "HOME": "/h", "ONEDNN_MAX_CPU_ISA": "X", "MKLX": "1"}
+    environment["TORCHINDUCTOR_CACHE_DIR"] = "/tmp/x"
     assert variables.deciding(environment) == {"MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "X"}
     assert not variables.is_named("AWS_SECRET_ACCESS_KEY", variables.DECIDE_BITS)
 

@@ -37,6 +37,13 @@ def is_named(name: str, patterns: Iterable[str]) -> bool:
 
 
 def deciding(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables of an environment that decide bits, sorted by name."""
-    names = sorted(name for name in environment if is_named(name, DECIDE_BITS))
+    """Returns the variables of an environment that decide bits, sorted by name.
+
+    Those of folders, such as caches of compiled code, are not among them.
+    """
+    names = sorted(
+        name
+        for name in environment
+        if is_named(name, DECIDE_BITS) and not name.endswith(("_DIR", "_PATH"))
+    )
     return {name: environment[name] for name in names}
