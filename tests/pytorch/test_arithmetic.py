@@ -14,11 +14,18 @@ if importlib.util.find_spec("torch") is None:
 
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from odyssey import callbacks
 from odyssey.comm import mock
 from odyssey.errors import ConfigError
-from odyssey.torch import DistributedDataParallel, DistributedTrainer, arithmetic, first_shard
+from odyssey.torch import (
+    DataLoader,
+    DistributedDataParallel,
+    DistributedTrainer,
+    arithmetic,
+    first_shard,
+)
 from odyssey.torch.modes import Modes, flushes_subnormals
 
 torch.manual_seed(2)
@@ -299,6 +306,44 @@ def test_what_cannot_be_compared_is_not(settings, prints):
     assert not prints
 
 
+class Pairs(nn.Module):
+    """Of inputs in a tuple or a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x, scale, labels=None, note=None):
+        return {"logits": self.layer(x) * scale, "loss": self.layer(x).square().mean()}
+
+
+def _logits(output, target):
+    return nn.functional.cross_entropy(output["logits"], target)
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict", "shared"])
+def test_batches_of_any_form_are_sent(kind, prints):
+    def work(comm):
+        module = built(Net if kind == "shared" else Pairs)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        loss = {"tuple": _logits, "dict": None, "shared": None}[kind]
+        trainer = DistributedTrainer(module, optimizer, loss, comm=comm, shard_size=4)
+        x, y = BATCHES[0]
+        scale = torch.ones(24, 1, dtype=torch.bfloat16)
+        loader = {
+            "tuple": [((x, scale), y)],
+            "dict": [{"x": x, "scale": scale, "labels": y}],
+            "shared": DataLoader(TensorDataset(x, y), 24, shuffle=True, shard_size=4, comm=comm),
+        }[kind]
+        trainer.fit(loader, verbose=False)
+        return trainer.weights_sha256()
+
+    one = mock.run(1, work)
+    assert mock.run(3, work) == 3 * one and len(prints) == 3
+    (value,) = {value for values in prints.values() for value in values}
+    assert value is not None
+
+
 class Drawing(Net):
     """Draws from a generator that nobody seeds alike."""
 
@@ -415,6 +460,15 @@ def test_a_loop_of_ones_own_runs_shards_in_the_modes(own_modes):
         read.append(_read_modes())
     assert set(read) == {MODES}
     assert _read_modes() == (True, 2, "medium", torch.float64, False)
+
+
+def test_a_loop_whose_rank_flushes_subnormal_numbers_is_refused(own_modes):
+    def work(comm):
+        torch.set_flush_denormal(comm.rank == 1)  # of this thread
+        DistributedDataParallel(built(), shard_size=4, comm=comm)
+
+    with pytest.raises(ConfigError, match="treatment of subnormal numbers .* of rank 1 differs"):
+        mock.run(2, work)
 
 
 def test_an_error_in_a_shard_puts_the_modes_back(own_modes):

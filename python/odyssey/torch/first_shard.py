@@ -85,7 +85,7 @@ class FirstShard:
             with contextlib.suppress(NotAValue, Exception):
                 batch = batch.covering(*self.shards.share(samples))
                 stop = min(self.shards.shard_size or samples, samples)
-                pair = part(batch, 0, stop)
+                pair = tuple(map(_plain, part(batch, 0, stop)))
                 arrays: dict[str, Any] = {}
                 value = [encode(pair, arrays, "shard"), arrays, stop]
         value = spread(self.comm, value, owner)
@@ -143,6 +143,13 @@ class FirstShard:
             finally:
                 for parameter, gradient in zip(trained, previous, strict=True):
                     parameter.grad = gradient
+
+
+def _plain(tree: Any) -> Any:
+    """Returns a tree of tensors with plain dicts, which can be encoded."""
+    if isinstance(tree, dict):
+        return {name: _plain(child) for name, child in tree.items()}
+    return tuple(map(_plain, tree)) if isinstance(tree, tuple) else tree
 
 
 def _copy(leaf: Any) -> Any:
