@@ -108,7 +108,7 @@ class FirstShard:
             self._gathered_prints() as prints,
             self.shards.draws.watched(),
         ):
-            self.shards.seed_shard(0, step)
+            self.shards.seed_shard(0, step, everything=True)
             self.run(x, y, self._samples)
         return fingerprint.add(prints)
 

@@ -590,9 +590,15 @@ class Shards:
                     if train:
                         self.norms.put_back()
 
-    def seed_shard(self, shard: int, step: int, train: bool = True) -> None:
-        """Seeds the generators for a shard."""
-        self.draws.seed(seed_of(self.seed, step, shard, train), everything=not train)
+    def seed_shard(
+        self, shard: int, step: int, train: bool = True, everything: bool = False
+    ) -> None:
+        """Seeds the generators for a shard.
+
+        everything: True if also those that no shard has drawn from are seeded in training.
+        """
+        number = seed_of(self.seed, step, shard, train)
+        self.draws.seed(number, everything=everything or not train)
 
     @contextlib.contextmanager
     def drawing(self, step: int, train: bool) -> Iterator[None]:
