@@ -502,6 +502,9 @@ def test_pictures_from_the_command_line_alone(launch, tmp_path):
     assert json.loads(said.stdout)["samples"] == 8 and json.loads(said.stdout)["accuracy"] > 0.9, (
         said.stderr
     )
+    words = ("evaluate", "run", "--metrics", "f1,accuracy", "--json")
+    said = launch.python("-m", "odyssey", *words, ranks=3)
+    assert json.loads(said.stdout)["f1"] > 0.9, said.stderr
     torch, load = pytest.importorskip("torch"), pytest.importorskip("safetensors.numpy").load_file
     for kind in ("onnx", "torch", "safetensors"):
         done = launch.python(

@@ -204,6 +204,7 @@ def cpu_record(
             loss_scale=1024,
             stopped=0,
             times=lab.longs(0),
+            outputs=lab.longs(0),
         )
     )
     var none = lab.longs(0)
