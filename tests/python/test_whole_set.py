@@ -544,6 +544,23 @@ def test_functions_that_are_means_are_summed():
     assert found["far"] == pytest.approx(found["mae"]) == pytest.approx(found["number"])
 
 
+class ByShard(nn.Module):
+    """A model whose outputs depend on the shard, which is no matter of its metrics."""
+
+    def __init__(self):
+        self.linear = nn.Linear(6, 1)
+        self.norm = nn.BatchNorm1d(6, track_running_stats=False)
+
+    def forward(self, x):
+        return self.linear(self.norm(x))
+
+
+def test_a_model_that_looks_across_the_shard_is_no_reason():
+    given = {"far": lambda o, t: F.l1_loss(o, t)}
+    trainer = make(None, given, ByShard, loss=nn.MSELoss())
+    trainer.fit(loader(data.arrays(X, X[:, :1])), epochs=1, verbose=False)
+
+
 def test_what_no_trainer_takes():
     with pytest.raises(ConfigError, match=r"metric 'f1' is the class F1; use an object, F1\(\)"):
         make(given={"f1": metrics.F1})

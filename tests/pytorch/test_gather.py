@@ -409,9 +409,10 @@ def test_what_cannot_be_gathered_is_refused_by_name():
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(10, 3)
+            self.generator = random.Random(5)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x) * random.random()
+            return self.linear(x) * self.generator.random()
 
     cases = [
         (

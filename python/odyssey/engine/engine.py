@@ -167,8 +167,8 @@ class Engine:
             self._check_labels(batch.dataset)
         return sums
 
-    def means_in_shards(self, batch: Batch, size: int) -> dict[str, float]:
-        """Returns the mean "loss" of a batch and its metrics, computed in shards of another size.
+    def loss_in_shards(self, batch: Batch, size: int) -> float:
+        """Returns the mean loss of a batch, computed in shards of another size.
 
         Runners and memory for this size are dropped afterwards.
         """
@@ -179,8 +179,7 @@ class Engine:
         self.shard_size = size
         try:
             sums = self.run(batch, step=0)
-            totals = {**self.measured(sums), "loss": self.summed_loss(sums)}
-            return {name: total / sums.samples for name, total in totals.items()}
+            return self.summed_loss(sums) / sums.samples
         finally:
             self.shard_size = usual_size
             self.storage = usual_storage

@@ -13,12 +13,14 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+
 from ..core import functional as F
-from ..core.program import Recorder, ShardEager
+from ..core.program import Eager, Recorder, ShardEager, using
 from ..core.tensor import Tensor, no_grad
-from ..data.nested import Form
+from ..data.nested import Form, leaves, mapped
 from ..errors import ConfigError, OdysseyError
-from ..metrics import AUC, F1, R2, Correlation, Precision, Recall, is_of_whole_set
+from ..metrics import AUC, F1, R2, Correlation, Precision, Recall, check_mean, is_of_whole_set
 
 Metric = Callable[[Any, Any], Tensor]
 # places among the statistics: of correct predictions, of weights, of metrics, behind these
@@ -26,6 +28,10 @@ CORRECT = 2
 WEIGHT = 3
 FIRST_METRIC = 4
 END_METRIC = 16
+# Batches of random samples that show whether a metric is a mean, and how large they are.
+RANDOM_TRIALS = 2
+RANDOM_SAMPLES = 64
+MAX_RANDOM_FLOATS = 1 << 22
 
 METRICS_BY_NAME: dict[str, Metric] = {"accuracy": F.top_k, "mae": F.l1_loss, "mse": F.mse_loss}
 #: Metrics of the whole set by name, for odyssey's and PyTorch's modules.
@@ -94,14 +100,55 @@ def chosen(
     return selected
 
 
-def own_functions(metrics: dict[str, Metric] | None) -> list[str]:
-    """Returns the names of the metrics that are functions of the user's, not odyssey's."""
-    ours = METRICS_BY_NAME.values()
-    return [
-        name
-        for name, metric in (metrics or {}).items()
-        if metric not in ours and getattr(metric, "func", None) is not F.top_k
-    ]
+def _is_own(metric: Metric) -> bool:
+    """Returns whether a metric is a function of the user's, not one of odyssey's."""
+    is_named = metric in METRICS_BY_NAME.values()
+    return not is_named and getattr(metric, "func", None) is not F.top_k
+
+
+def check_function(name: str, metric: Metric, samples: int, y: Any, target: Any) -> None:
+    """Raises ConfigError if a metric that gives one number is no mean over samples.
+
+    It is called with random samples, and with both halves of them. The model isn't computed,
+    because its outputs may depend on the shard too.
+
+    Args:
+        samples: of the shard that `y` and `target` were recorded for.
+        y, target: trees of tensors, whose shapes and dtypes the random ones have.
+    """
+    tensors = [leaf for leaf in (*leaves(y), *leaves(target)) if isinstance(leaf, Tensor)]
+    if any(not tensor.shape or tensor.shape[0] % samples for tensor in tensors):
+        return
+    floats = sum(tensor.size for tensor in tensors) / samples
+    count = min(RANDOM_SAMPLES, int(MAX_RANDOM_FLOATS / max(floats, 1)) // 2 * 2)
+    classes = y.shape[-1] if isinstance(y, Tensor) and y.ndim > 1 and y.shape[-1] > 1 else 2
+    half = count // 2
+    for seed in range(RANDOM_TRIALS if half else 0):
+        generator = np.random.default_rng(seed)
+
+        def draw(tensor: Tensor, generator: np.random.Generator = generator) -> np.ndarray:
+            shape = (count * tensor.shape[0] // samples, *tensor.shape[1:])
+            if tensor.dtype == np.int32:
+                return generator.integers(0, classes, shape).astype(np.int32)
+            return generator.random(shape).astype(np.float32)
+
+        outputs = mapped(draw, y)
+        targets = mapped(draw, target)
+
+        def value(first: int, end: int, trees: Any = (outputs, targets)) -> float:
+            def rows(array: np.ndarray) -> Tensor:
+                per_sample = len(array) // count
+                return Tensor(array[first * per_sample : end * per_sample], dtype=array.dtype.type)
+
+            return metric(*mapped(rows, trees)).item()
+
+        with using(Eager()):
+            try:
+                numbers = [value(0, count), value(0, half), value(half, count)]
+            # what is wrong with it is reported where it is recorded
+            except Exception:
+                return
+        check_mean(name, numbers[0], [(numbers[1], half), (numbers[2], count - half)])
 
 
 def record(
@@ -110,10 +157,13 @@ def record(
     form: Form,
     y: Any,
     target: Any,
+    checked: set[str],
 ) -> dict[str, int]:
     """Records the sums of the metrics and returns their places among the statistics.
 
-    metrics: None: accuracy, where targets are classes.
+    Args:
+        metrics: None: accuracy, where targets are classes.
+        checked: the names of the metrics that are means for sure; new ones are added.
     """
     counted = executor.first_stats is not None
     places = {}
@@ -126,7 +176,12 @@ def record(
                 places[name] = CORRECT
                 continue
             places[name] = FIRST_METRIC + sum(place >= FIRST_METRIC for place in places.values())
-            _record_sum(executor, f"the metric {name}", metric, places[name], y, target)
+            value = _record_sum(
+                executor, f"the metric {name}", metric, places[name], y, target
+            )
+            if not value.shape and name not in checked and _is_own(metric):
+                check_function(name, metric, executor.samples, y, target)
+            checked.add(name)
     return places
 
 
@@ -138,8 +193,10 @@ def record_weight(executor: Recorder | ShardEager, weight: Metric, y: Any, targe
 
 def _record_sum(
     executor: Recorder | ShardEager, name: str, metric: Metric, place: int, y: Any, target: Any
-) -> None:
+) -> Tensor:
     """Records the sum of a metric over the samples, at a place among the statistics.
+
+    Returns what the metric gave.
 
     name: for messages. Raises ConfigError: its values are not those of samples.
     """
@@ -156,5 +213,6 @@ def _record_sum(
             f"of each sample ({executor.samples}, ...) or one number, made with the ops of "
             "odyssey.functional"
         )
-    value = F.mean(value) if value.shape else value
-    executor.emit("stats", executor.stats, value.memory, value.memory, place)
+    mean = F.mean(value) if value.shape else value
+    executor.emit("stats", executor.stats, mean.memory, mean.memory, place)
+    return value

@@ -111,6 +111,7 @@ class Programs:
         self.metrics = metrics
         self.keeper = keeper
         self.weight = weight
+        self._checked_metrics: set[str] = set() if like is None else like._checked_metrics
         self.train = train
         self.precision = precision
         self.conv_algorithm = conv_algorithm
@@ -592,7 +593,9 @@ class Programs:
             if self.weight is not None:
                 record_weight(executor, self.weight, y, target)
             start = len(getattr(executor, "records", ()))
-            self.metric_at = record_metrics(executor, self.metrics, form, y, target)
+            self.metric_at = record_metrics(
+                executor, self.metrics, form, y, target, self._checked_metrics
+            )
             if self.keeper is not None:
                 self.keeper.record(executor, form, y, target)
             self._metric_records = start, len(getattr(executor, "records", ()))

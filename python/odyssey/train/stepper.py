@@ -14,10 +14,8 @@ from ..core import native, setting_versions
 from ..core import precision as precisions
 from ..data.nested import Form
 from ..engine.engine import Engine
-from ..engine.metrics import own_functions
 from ..engine.sums import Sums
-from ..errors import ConfigError, OdysseyError
-from ..metrics import check_mean
+from ..errors import OdysseyError
 from ..nn import Module
 from ..optim import Optimizer
 from .learning_rate import LearningRate
@@ -104,7 +102,6 @@ class EngineStepper(Stepper):
         self.mode = mode
         self.say = say
         self.is_recorded = False
-        self._metrics_checked = False
         self._sums: Sums | None = None  # of the last step
         self._divisor = np.ones(1, np.float32)  # of the last step, if it is not its samples
 
@@ -242,8 +239,8 @@ class EngineStepper(Stepper):
         if size == n or not has_user_code or not self.mode.together:
             return
         try:
-            shard_loss = self.evaluation_engine.means_in_shards(batch, size)["loss"]
-            larger_loss = self.evaluation_engine.means_in_shards(batch, larger)["loss"]
+            shard_loss = self.evaluation_engine.loss_in_shards(batch, size)
+            larger_loss = self.evaluation_engine.loss_in_shards(batch, larger)
         except OdysseyError:  # it is said where it is trained
             return
         scale = max(abs(shard_loss), abs(larger_loss))
@@ -256,28 +253,6 @@ class EngineStepper(Stepper):
             "the batch; of a root or other function of a mean, give the mean itself; of a mean "
             "over tokens give the sum, and what it is divided by as weight= (docs/losses.md)"
         )
-
-    def check_metrics(self, batch: datasets.Batch) -> None:
-        """Raises ConfigError if a metric of the user's is no mean over samples, by the first batch
-        in eval mode, in its shards and in shards of half the size. A collective call.
-        """
-        engine = self.evaluation_engine
-        names = own_functions(engine.programs.metrics)
-        size = engine.shard_size_of(len(batch.indices))
-        if self._metrics_checked or not names or size < 2 or not self.mode.together:
-            return
-        self._metrics_checked = True
-        try:
-            values = engine.means_in_shards(batch, size)
-            halves = engine.means_in_shards(batch, size // 2)
-        except OdysseyError:  # it is said where it is trained
-            return
-        for name in names:
-            try:
-                check_mean(name, values[name], [(halves[name], len(batch.indices))])
-            except ConfigError as error:
-                error.on_all_ranks()
-                raise
 
     # --- for modes in which ranks step apart ---
 

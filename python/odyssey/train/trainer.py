@@ -362,7 +362,6 @@ class DistributedTrainer(Trainer):
             return self._absent_step()
         if not self.stepper.is_recorded:
             self.stepper.check_loss(part)
-            self.stepper.check_metrics(part)
         sums = self.stepper.run(part)
         values = self._exchange(part, self._epoch_set, self.stepper.engine)
         self._begin_with(sums, len(batch.indices))
@@ -460,7 +459,6 @@ class DistributedTrainer(Trainer):
             batch: datasets.Batch, number: int
         ) -> tuple[float, float, dict[str, float], float]:
             self.checks.compare_programs(batch, engine)
-            self.stepper.check_metrics(batch)
             batch_sums = engine.run(batch, 0)
             if not engine.alike:
                 self.checks.raise_divergence(engine, batch)
