@@ -176,9 +176,7 @@ def record(
                 places[name] = CORRECT
                 continue
             places[name] = FIRST_METRIC + sum(place >= FIRST_METRIC for place in places.values())
-            value = _record_sum(
-                executor, f"the metric {name}", metric, places[name], y, target
-            )
+            value = _record_sum(executor, f"the metric {name}", metric, places[name], y, target)
             if not value.shape and name not in checked and _is_own(metric):
                 check_function(name, metric, executor.samples, y, target)
             checked.add(name)
@@ -196,9 +194,8 @@ def _record_sum(
 ) -> Tensor:
     """Records the sum of a metric over the samples, at a place among the statistics.
 
-    Returns what the metric gave.
-
-    name: for messages. Raises ConfigError: its values are not those of samples.
+    Returns what the metric gave. name: for messages. Raises ConfigError: its values are not those
+    of samples.
     """
     try:
         value = metric(y, target)
