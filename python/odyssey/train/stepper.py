@@ -243,6 +243,8 @@ class EngineStepper(Stepper):
             larger_loss = self.evaluation_engine.loss_in_shards(batch, larger)
         except OdysseyError:  # it is said where it is trained
             return
+        if not (math.isfinite(shard_loss) and math.isfinite(larger_loss)):
+            return
         scale = max(abs(shard_loss), abs(larger_loss))
         if abs(shard_loss - larger_loss) <= RELATIVE_TOLERANCE * scale + ABSOLUTE_TOLERANCE:
             return
