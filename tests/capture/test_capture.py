@@ -538,3 +538,51 @@ def test_a_resource_that_holds_data_is_named(number):
     for _ in range(2):
         capture.state({})
     assert len(lines) == 2 and "callbacks.one.later" in lines[1]
+
+
+class Thing:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Lists:
+    """Containers of objects that are also elsewhere."""
+
+    def __init__(self) -> None:
+        self.all = [Thing("a"), Thing("b"), Thing("c")]
+        self.left = list(self.all)
+        self.by_name = {thing.name: thing for thing in self.all}
+
+    def names(self) -> tuple[object, ...]:
+        return [thing.name for thing in self.left], sorted(self.by_name)
+
+
+def pop_first(lists: Lists) -> None:
+    lists.left.pop(0)
+
+
+def pop_all(lists: Lists) -> None:
+    lists.left.clear()
+
+
+def replace_list(lists: Lists) -> None:
+    lists.left = [lists.all[0], lists.all[2]]
+
+
+def delete_key(lists: Lists) -> None:
+    del lists.by_name["a"]
+
+
+@pytest.mark.parametrize("change", [pop_first, pop_all, replace_list, delete_key])
+def test_places_of_objects_that_are_also_elsewhere_are_removed(change):
+    lists = Lists()
+    program = Program({"callbacks.C": lists})
+    change(lists)
+    saved = program.save()
+    resumed = Lists()
+    again = Program({"callbacks.C": resumed})
+    again.load(saved)
+    assert resumed.names() == lists.names() != Lists().names()
+    assert resumed.all[2] in resumed.left or not resumed.left
+    again.load(saved)
+    assert resumed.names() == lists.names()

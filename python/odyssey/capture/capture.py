@@ -368,14 +368,31 @@ class Capture:
             if not (is_kept or is_object) or entry.place.kind in ("fixed", "hook", "contents"):
                 continue
             # what is gone with the object that held it is not removed from that
-            if self._has_same_parent(entry, picture) and not self.changed_in_forward(path):
+            if self._has_same_parent(entry.parent, picture) and not self.changed_in_forward(path):
+                gone.append(path)
+        return gone + self._removed_aliases(picture)
+
+    def _removed_aliases(self, picture: Picture) -> list[str]:
+        """Returns the further places of objects that hold nothing any longer, such as the last
+        place of a list of layers that has become shorter.
+        """
+        gone = []
+        for path, (place, parent) in self._built.alias_places.items():
+            if path in picture.entries or path in picture.aliases:
+                continue
+            first = self._built.entries.get(self._built.aliases[path])
+            if first is None or first.root in LOADER_ROOTS or not place.can_be_set():
+                continue
+            is_kept = first.sort in (*_KEPT_SORTS, REFERENCE)
+            has_holder = self._has_same_parent(parent, picture)
+            if is_kept and has_holder and not self.changed_in_forward(path):
                 gone.append(path)
         return gone
 
-    def _has_same_parent(self, built: Entry, picture: Picture) -> bool:
-        """Tells whether an object of the same class holds, or may hold, what was built."""
-        before = self._built.entries.get(built.parent)
-        now = picture.entries.get(built.parent)
+    def _has_same_parent(self, parent: str, picture: Picture) -> bool:
+        """Tells whether an object of the same class as the one that was built is at a path."""
+        before = self._built.entries.get(parent)
+        now = picture.entries.get(parent)
         if before is None or now is None:
             return False
         return now.sort == before.sort and type(now.value) is type(before.value)
@@ -907,7 +924,7 @@ class Capture:
                 built = self._built.entries[path]
                 if roots and built.root not in roots:
                     continue
-                if self._has_same_parent(built, picture) and path not in saved["removed"]:
+                if self._has_same_parent(built.parent, picture) and path not in saved["removed"]:
                     restorer.put(path, built.sort, node, arrays, built.parent, _key_of(built.place))
 
 
@@ -1045,9 +1062,12 @@ class _Restorer:
         checkpoint.
         """
         entry = self.picture.entries.get(path)
-        if entry is not None and entry.sort in (*_KEPT_SORTS, REFERENCE):
-            if not entry.place.remove():
-                raise self._refuse(path, "it was gone, and can't be removed")
+        if entry is not None:
+            place = entry.place if entry.sort in (*_KEPT_SORTS, REFERENCE) else None
+        else:
+            place, _ = self.picture.alias_places.get(path, (None, ""))
+        if place is not None and not place.remove():
+            raise self._refuse(path, "it was gone, and can't be removed")
 
     def check_classes(self, classes: Mapping[str, str]) -> None:
         """Raises CheckpointError: a function or object is another than at the checkpoint."""
