@@ -21,6 +21,7 @@ from ..core import fingerprint
 from ..train import spread
 from .changing import ForwardCheck
 from .data import part
+from .shard_draws import seldom_used_marks
 from .shards import Shards
 
 
@@ -98,9 +99,13 @@ class FirstShard:
             return tree_map(_copy, decode(node, arrays))
         return None
 
-    def _compute(self, value: tuple[Any, Any], step: int) -> int:
-        """Returns the fingerprint of the gradients."""
+    def _compute(self, value: tuple[Any, Any], step: int) -> int | None:
+        """Returns the fingerprint of the gradients.
+
+        None if ranks are threads, and the shard has drawn from a generator that they share.
+        """
         x, y = value
+        marks = seldom_used_marks()
         with (
             self.shards.modes.held(),
             self.shards.norms.unchanged(),
@@ -110,7 +115,8 @@ class FirstShard:
         ):
             self.shards.seed_shard(0, step, everything=True)
             self.run(x, y, self._samples)
-        return fingerprint.add(prints)
+            has_drawn = seldom_used_marks() != marks
+        return None if has_drawn and self.comm.in_threads else fingerprint.add(prints)
 
     @contextlib.contextmanager
     def _gathered_prints(self) -> Iterator[list[int]]:

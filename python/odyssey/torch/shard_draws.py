@@ -41,6 +41,11 @@ class TorchGenerator:
 random_scopes.GENERATORS["torch"] = TorchGenerator()
 
 
+def seldom_used_marks() -> list[Any]:
+    """Returns the marks of the generators of `SELDOM_USED`, to find out if they were used."""
+    return [random_scopes.GENERATORS[name].mark() for name in SELDOM_USED]
+
+
 def runs_own_code(part: Any) -> bool:
     """Returns whether an optimizer or scheduler calls functions that the user has written."""
     if type(part).__module__.partition(".")[0] != "torch":
