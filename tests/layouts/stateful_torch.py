@@ -924,6 +924,9 @@ class Program:
             return self.loss_member.loss
         return base
 
+    def weight(self):
+        return self.base.weight()
+
     def callbacks(self, scheduled, module):
         made = []
         for kind, settings in self.members:
