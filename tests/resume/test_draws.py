@@ -8,6 +8,7 @@ import random
 
 import numpy as np
 import pytest
+from resume.drawing import ByEpoch, Drawn
 
 from odyssey import DistributedTrainer, callbacks, data, nn, optim
 from odyssey.core import random_scopes
@@ -70,35 +71,6 @@ def test_callbacks_draw_the_same_numbers(launch, tmp_path, kind):
     folder = str(tmp_path / "run")
     weights(2, 4, folder, 300)
     assert set(weights(3, 0, folder, 400)) == {expected}
-
-
-class ByEpoch:
-    """Samples that depend on the epoch that was set last."""
-
-    classes = 3
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, i: int) -> tuple[np.ndarray, int]:
-        return np.full(4, (i + 1) * (1 + self.epoch) / 50, np.float32), i % 3
-
-
-class Drawn:
-    """A sampler with a generator that it holds."""
-
-    def __init__(self) -> None:
-        self.generator = np.random.default_rng(3)
-
-    def __len__(self) -> int:
-        return 24
-
-    def __iter__(self):
-        return iter(self.generator.permutation(24).tolist())
 
 
 @pytest.mark.parametrize("event", ["on_step_end", "on_epoch_end"])
