@@ -151,7 +151,7 @@ def test_gpt_on_a_text_and_its_bits_per_character(launch):
         (
             ("--metrics", "far"),
             "[train] there is no metric 'far'; give one of accuracy, mae, mse, top5 (any "
-            "number), or in",
+            "number), auc, correlation",
         ),
         (
             ("--metrics", "accuracy"),
