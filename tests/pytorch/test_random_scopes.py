@@ -331,3 +331,28 @@ def test_an_evaluation_that_would_end_the_epoch_is_an_error():
     look = callbacks.LambdaCallback(on_step_end=lambda context: trainer.evaluate(loader))
     with pytest.raises(ConfigError, match="persistent workers read one epoch at a time"):
         trainer.fit(loader, callbacks=[look], verbose=False)
+
+
+def test_callbacks_of_odysseys_trainer_draw_from_torch():
+    import odyssey
+    from odyssey import nn as modules
+    from odyssey import optim
+    from odyssey.data import arrays
+
+    drawn = []
+
+    class Draw(callbacks.Callback):
+        _not_state = ("drawn",)
+
+        def on_step_end(self, context: callbacks.Context) -> None:
+            drawn.append(draw("torch"))
+
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        trainer = odyssey.DistributedTrainer(
+            modules.Linear(4, 3), optim.SGD(lr=0.1), shard_size=3, threads=1
+        )
+        samples = arrays(X.numpy(), Y.numpy(), classes=3)
+        trainer.fit(odyssey.data.DataLoader(samples, 6), callbacks=[Draw()], verbose=False)
+    assert drawn[:2] == drawn[2:]
+    assert drawn[0] != drawn[1]

@@ -117,6 +117,58 @@ def test_a_validation_loader_reads_the_same_epoch_after_a_resume(tmp_path):
     assert losses(None, checkpoint_dir=tmp_path) == whole
 
 
+SAMPLED = """
+import os, random, sys
+import numpy as np
+from odyssey import DistributedTrainer, comm, data, metrics, nn, optim
+
+random.seed(os.getpid())
+np.random.seed(os.getpid())
+
+class Shuffled:
+    def __len__(self):
+        return 48
+
+    def __iter__(self):
+        order = list(range(48))
+        random.shuffle(order)
+        return iter(order)
+
+class Noisy:
+    classes = 3
+
+    def set_epoch(self, epoch):
+        self.noise = np.random.randn(48)
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, i):
+        return np.full(4, i / 50 + self.noise[i] / 100, np.float32), i % 3
+
+def share(output, target):
+    return float((np.random.rand(len(target)) < 0.5).mean())
+
+nn.manual_seed(0)
+loader = data.DataLoader(Noisy(), 12, sampler=Shuffled())
+trainer = DistributedTrainer(
+    nn.Linear(4, 3), optim.SGD(lr=0.1), shard_size=4, metrics={"share": metrics.Gathered(share)}
+)
+history = trainer.fit(loader, epochs=2, verbose=False)
+if comm.world().rank == 0:
+    print(trainer.weights_sha256(), [record["train_share"] for record in history.records])
+"""
+
+
+def test_samplers_data_sets_and_metrics_draw_the_same_numbers(launch):
+    outputs = set()
+    for ranks in (0, 2, 3):
+        done = launch.python("-c", SAMPLED, ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        outputs.add(done.stdout)
+    assert len(outputs) == 1
+
+
 def test_generators_are_as_before_whatever_a_scope_draws():
     draw = np.random.default_rng(0)
     for case in range(100):

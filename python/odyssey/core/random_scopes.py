@@ -135,8 +135,37 @@ class NumpyGenerator:
             np.random.set_state(type(twister)(number).state)
 
 
-#: The generators that scopes seed, by name. odyssey.torch adds torch's.
-GENERATORS: dict[str, SharedGenerator] = {"python": PythonGenerator(), "numpy": NumpyGenerator()}
+class TorchGenerator:
+    """The generator of torch for the CPU."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+
+    def mark(self) -> Any:
+        return self._generator.get_state().numpy().tobytes()
+
+    def state(self) -> Any:
+        return self._generator.get_state()
+
+    def restore(self, state: Any) -> None:
+        self._generator.set_state(state)
+
+    def seed(self, number: int) -> None:
+        self._generator.manual_seed(number)
+
+
+_generators: dict[str, SharedGenerator] = {"python": PythonGenerator(), "numpy": NumpyGenerator()}
+
+
+def generators() -> dict[str, SharedGenerator]:
+    """Returns the generators that scopes seed, by name. torch's is one if torch is imported."""
+    if "torch" not in _generators:
+        module = getattr(sys.modules.get("torch"), "random", None)
+        generator = getattr(module, "default_generator", None)
+        if generator is not None:
+            _generators["torch"] = TorchGenerator(generator)
+    return _generators
+
 
 #: How long a thread waits for the scope of another thread, in seconds.
 PATIENCE = 60.0
@@ -166,19 +195,19 @@ def join_group(number: int) -> None:
 
 def marks() -> list[Any]:
     """Returns the marks of all generators. They are equal if nobody has drawn in between."""
-    return [generator.mark() for generator in GENERATORS.values()]
+    return [generator.mark() for generator in generators().values()]
 
 
 def seed_all(number: int) -> None:
     """Seeds all generators of the process."""
     with hold_generators():
-        for generator in GENERATORS.values():
+        for generator in generators().values():
             generator.seed(number)
 
 
 def states() -> list[Any]:
     """Returns the states of all generators, for `restore`."""
-    return [(one, one.mark(), one.state()) for one in GENERATORS.values()]
+    return [(one, one.mark(), one.state()) for one in generators().values()]
 
 
 def restore(saved_states: list[Any]) -> None:

@@ -22,28 +22,9 @@ generator = torch.random.default_generator
 SELDOM_USED = ("python", "numpy")
 
 
-class TorchGenerator:
-    """torch's generator of the CPU, as `random_scopes` describes generators."""
-
-    def mark(self) -> bytes:
-        return generator.get_state().numpy().tobytes()
-
-    def state(self) -> torch.Tensor:
-        return generator.get_state()
-
-    def restore(self, state: torch.Tensor) -> None:
-        generator.set_state(state)
-
-    def seed(self, number: int) -> None:
-        generator.manual_seed(number)
-
-
-random_scopes.GENERATORS["torch"] = TorchGenerator()
-
-
 def seldom_used_marks() -> list[Any]:
     """Returns the marks of the generators of `SELDOM_USED`, to find out if they were used."""
-    return [random_scopes.GENERATORS[name].mark() for name in SELDOM_USED]
+    return [random_scopes.generators()[name].mark() for name in SELDOM_USED]
 
 
 def runs_own_code(part: Any) -> bool:
@@ -75,7 +56,7 @@ class ShardDraws:
         self.in_threads = in_threads
         self.repeats = repeats
         names = () if in_threads else SELDOM_USED
-        self._seldom_used = {name: random_scopes.GENERATORS[name] for name in names}
+        self._seldom_used = {name: random_scopes.generators()[name] for name in names}
         self._seeded = set(names)
         self._is_first_step = True
         self._marks: dict[str, Any] = {}  # of the generators, before the shard drew from them
@@ -88,7 +69,7 @@ class ShardDraws:
         it, because a program may draw in a thread at any time, for example to create a module.
         """
         watched_generators = {
-            "torch": random_scopes.GENERATORS["torch"],
+            "torch": random_scopes.generators()["torch"],
             **self._seldom_used,
         }
         with (

@@ -231,6 +231,8 @@ class BatchFeed:
             remembers = self.capture is not None and loader.sampler is not None
             if remembers:
                 self.capture.begin_epoch(epoch, SAMPLER_ROOTS)
+            # for a sampler, or `set_epoch` of a data set, that draws
+            random_scopes.seed_all(random_scopes.number_of(self.seed, "epoch", epoch))
             # the sampler is iterated here, also if the first batches are left out
             steps = loader.steps(pieces=context.pieces, join=self.accumulation_steps, part=part)
             if remembers:

@@ -6,6 +6,7 @@ order of the samples, so all ranks add the same values in the same order and com
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..base import registry
+from ..core import random_scopes
 from ..data.nested import mapped
 from ..errors import ConfigError
 from ..metrics import Metric, is_of_whole_set
@@ -115,7 +117,8 @@ class WholeSet:
             convert = self.from_array
             if any(kind.__module__.startswith("torchmetrics.") for kind in classes):
                 convert = registry.load("tensors", "torch")
-            one.metric.update(*mapped(convert, parts))
+            with self._drawing(name, "update"):
+                one.metric.update(*mapped(convert, parts))
             one.counted += samples
 
     def results(self, counted: float) -> dict[str, float]:
@@ -126,11 +129,21 @@ class WholeSet:
 
         Raises ConfigError: a metric returns no single number.
         """
-        return {
-            name: _as_number(name, one.metric.compute())
-            for name, one in self.running.items()
-            if one.counted == counted
-        }
+        numbers = {}
+        for name, one in self.running.items():
+            if one.counted == counted:
+                with self._drawing(name, "compute"):
+                    numbers[name] = _as_number(name, one.metric.compute())
+        return numbers
+
+    def _drawing(self, name: str, call: str) -> contextlib.AbstractContextManager[None]:
+        """Returns a scope of random numbers, for a metric such as a bootstrap.
+
+        Numbers depend on the metric and on the samples that it has counted.
+        """
+        if self.comm.in_threads:
+            return contextlib.nullcontext()
+        return random_scopes.scope(0, "metric", name, call, self.running[name].counted)
 
     # --- what a front end has instead of arrays ---
 
