@@ -296,6 +296,21 @@ class ByEpoch(data.Dataset):
         return X[i] * (1 + self.epoch), Y[i]
 
 
+def test_persistent_workers_get_the_epoch_of_the_data_set(tmp_path):
+    def weights(steps: int | None, **saving: Any) -> str:
+        torch.manual_seed(0)
+        loader = DataLoader(
+            ByEpoch(), 4, comm=Communicator(), num_workers=1, persistent_workers=True
+        )
+        trainer = make(nn.Linear(4, 3))
+        trainer.fit(loader, epochs=3, steps=steps, verbose=False, **saving)
+        return trainer.weights_sha256()
+
+    whole = weights(None)
+    weights(5, checkpoint_dir=tmp_path)
+    assert weights(None, checkpoint_dir=tmp_path) == whole
+
+
 @pytest.mark.parametrize("kind", ["odyssey", "torch", "sampler"])
 @pytest.mark.parametrize("every", ["on_step_end", "on_epoch_end"])
 @pytest.mark.parametrize("what", ["loader", "data set"])

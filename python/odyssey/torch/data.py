@@ -243,6 +243,9 @@ class DataLoader(own.DataLoader):
         self._shard_order.next_shards = (
             [(epoch, index) for index in indices.tolist()] for indices in shard_indices
         )
+        if hasattr(self.dataset, "set_epoch"):
+            # Workers that were kept from the last epoch would not know the new one.
+            self._loader._iterator = None
         if self._row_reader is None:
             shards: Iterator[Any] = iter(self._loader)
         else:
