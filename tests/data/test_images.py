@@ -320,7 +320,7 @@ def test_damaged_files_are_named(tmp_path):
 
 
 def test_images_of_other_libraries():
-    """A data set may return images of Pillow itself."""
+    """The samples of a data set may be Pillow images."""
     grey = PIL.new("L", (3, 2), 7)
     black_and_white = PIL.new("1", (3, 2), 1)
     mask = PIL.new("P", (3, 2), 5)

@@ -70,7 +70,7 @@ class TorchGenerator:
 
 @kind
 class GeneratorOfTorch:
-    """Draws from torch's generator of the process, which each event of a callback finds seeded."""
+    """A state that draws from torch's generator. odyssey seeds it before each callback event."""
 
     is_scoped = True
 

@@ -934,7 +934,7 @@ class Cached:
 
 @kind
 class GeneratorOfPython:
-    """Draws from the module `random`, which each event of a callback finds seeded."""
+    """A state that draws from `random`. odyssey seeds it before each event of a callback."""
 
     is_scoped = True
 

@@ -391,7 +391,7 @@ def rotary(length: int, width: int) -> torch.Tensor:
 @case()
 def cached_masks(folder):
     class Masked(Net):
-        """Has cached functions, a cached property and a dict of masks."""
+        """A module that caches its masks in three ways: functions, a property and a dict."""
 
         def __init__(self):
             super().__init__()

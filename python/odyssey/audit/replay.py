@@ -277,7 +277,7 @@ def settings_of(run: Path) -> dict[str, str]:
 
 
 def _parse_options(words: Sequence[str]) -> dict[str, str]:
-    """Returns the options of a command line with their values, without those of outputs.
+    """Returns the options of a command line with their values, except those that name outputs.
 
     The words before the first option have the name "command". An option without a value, such as a
     flag, has the value "given".

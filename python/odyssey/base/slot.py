@@ -283,7 +283,7 @@ def count_wait(nanoseconds: int) -> None:
 
 
 def busy_nanoseconds() -> int:
-    """Returns how many nanoseconds this process has started up, read data and computed so far.
+    """Returns the nanoseconds that this process has spent on start-up, reading data and computing.
 
     Times of waiting are not included.
     """

@@ -31,7 +31,7 @@ class SharedGenerator(Protocol):
     """A random number generator that a whole process shares."""
 
     def mark(self) -> Any:
-        """Returns a value that is another one after each draw."""
+        """Returns a value that changes with each draw."""
 
     def state(self) -> Any:
         """Returns the state, for `restore`."""

@@ -3,8 +3,8 @@
 Each shard is seeded by the training's seed, the step and the shard, so its draws don't depend on
 which rank runs it. Seeding torch's generator takes a microsecond, so it is done for every shard.
 Seeding those of Python and NumPy takes 15 us, and few modules draw from them. So a trainer seeds
-them in the first step, and then only if a shard has drawn from them. If a shard does so in a later
-step for the first time, that step is repeated with seeds.
+them in the first step, and afterwards only if a shard has drawn from them. If a shard first draws
+from them in a later step, the trainer repeats that step with seeds.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class ShardDraws:
         return flags
 
     def learn(self, drawn: Sequence[bool]) -> bool:
-        """Takes over which generators the shards of a step have drawn from, on any rank.
+        """Notes which generators the shards of a step have drawn from, on any rank.
 
         Returns True if one of them was not seeded. Then the step must be repeated.
         """
