@@ -31,7 +31,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 SIZE = 1024
@@ -166,23 +166,29 @@ def phase(name: str) -> str:
     return PHASES[previous_code]
 
 
-@contextlib.contextmanager
-def span(name: str) -> Iterator[None]:
-    """Records the block as a span `name` of the timeline, on the track of its thread.
+class span:
+    """A context that records its block as a span of the timeline, on the track of its thread.
 
-    Does nothing if no timeline is recorded. The slot itself does not change.
+    It does nothing if no timeline is recorded when the block starts. The slot itself does not
+    change.
     """
-    if listener is None:
-        yield
-        return
-    timeline = listener  # the one that was there at the start, even if it is removed meanwhile
-    begin_ns = _now_ns()
-    thread = threading.current_thread()
-    try:
-        yield
-    finally:
+
+    __slots__ = ("_begin_ns", "_name", "_timeline")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._timeline = listener  # the one at the start, even if it is removed meanwhile
+        if self._timeline is not None:
+            self._begin_ns = _now_ns()
+
+    def __exit__(self, *problem: object) -> None:
+        if self._timeline is None:
+            return
+        thread = threading.current_thread()
         track = "main" if thread is threading.main_thread() else thread.name
-        timeline.span(track, name, begin_ns, _now_ns())
+        self._timeline.span(track, self._name, self._begin_ns, _now_ns())
 
 
 def step(number: int, samples: int = 0) -> None:

@@ -422,26 +422,29 @@ class Store:
         """Removes the files of a checkpoint that `begin` started."""
         shutil.rmtree(self.folder / self._name_aside(step, "tmp").name, ignore_errors=True)
 
-    @slot.span("write checkpoint")
     def _write_checkpoint(self, snapshot: Snapshot, marks: Sequence[str]) -> Path:
         """Writes a checkpoint of arrays that do not change; the rest of `save` and `save_later`."""
-        folder = self._begin_checkpoint(snapshot.step)
+        with slot.span("write checkpoint"):
+            folder = self._begin_checkpoint(snapshot.step)
 
-        def write(stem: str) -> File:
-            pieces = [
-                TensorSlice.of(stem, name, array) for name, array in snapshot.arrays[stem].items()
-            ]
-            return write_file(folder, stem, snapshot.step, pieces, parts=False)
+            def write(stem: str) -> File:
+                pieces = [
+                    TensorSlice.of(stem, name, array)
+                    for name, array in snapshot.arrays[stem].items()
+                ]
+                return write_file(folder, stem, snapshot.step, pieces, parts=False)
 
-        try:
-            nbytes = sum(
-                array.nbytes for tensors in snapshot.arrays.values() for array in tensors.values()
-            )
-            files = reader.map_in_threads(write, list(snapshot.arrays), nbytes)
-        except BaseException:
-            self.abandon(snapshot.step)
-            raise
-        return self.finish(snapshot.step, snapshot.values, files, marks)
+            try:
+                nbytes = sum(
+                    array.nbytes
+                    for tensors in snapshot.arrays.values()
+                    for array in tensors.values()
+                )
+                files = reader.map_in_threads(write, list(snapshot.arrays), nbytes)
+            except BaseException:
+                self.abandon(snapshot.step)
+                raise
+            return self.finish(snapshot.step, snapshot.values, files, marks)
 
     def _restore_lock(self) -> None:
         """Makes the directory and its lock again if somebody has removed them.

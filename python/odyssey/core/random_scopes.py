@@ -37,7 +37,7 @@ class SharedGenerator(Protocol):
         """Returns the state, for `restore`."""
 
     def restore(self, state: Any) -> None:
-        """Sets the state that `state` returned."""
+        """Sets the state that `state` returned, if it has changed since then."""
 
     def seed(self, number: int) -> None:
         """Sets the state that belongs to a number of 63 bits."""
@@ -46,40 +46,42 @@ class SharedGenerator(Protocol):
 class PythonGenerator:
     """The generator of the module `random`, a Mersenne twister.
 
-    Python needs 12 us to read its state. So this class reads the memory of the twister, and asks
-    Python only if that memory has changed.
+    Python needs 12 us to read or to write its state. So this class reads and writes the memory of
+    the twister.
     """
 
     _BYTES = 4 * 625  # the position in 624 numbers, and the numbers
 
     def __init__(self) -> None:
         self._twister = random.seed.__self__  # type: ignore[attr-defined]
-        self._address = id(self._twister) + object.__basicsize__
+        self._memory = np.zeros(0, np.uint8)
         self._has_memory = sys.implementation.name == "cpython" and self._is_state_in_memory()
-        self._latest: tuple[Any, Any] = (None, None)
 
     def _is_state_in_memory(self) -> bool:
         """Returns whether the twister's memory is as in the versions of Python known today."""
         if type(self._twister).__basicsize__ < object.__basicsize__ + self._BYTES:
             return False
-        position, *numbers = np.frombuffer(
-            native.copied(self._address, self._BYTES), np.uint32
-        ).tolist()
+        address = id(self._twister) + object.__basicsize__
+        self._memory = native.memory(address, self._BYTES)
+        position, *numbers = self._memory.view(np.uint32).tolist()
         return (*numbers, position) == random.getstate()[1]
 
     def mark(self) -> Any:
         if not self._has_memory:
             return random.getstate()
-        return native.copied(self._address, self._BYTES), self._twister.gauss_next
+        return self._memory.tobytes(), self._twister.gauss_next
 
     def state(self) -> Any:
-        mark = self.mark()
-        if self._latest[0] != mark:
-            self._latest = mark, random.getstate()
-        return self._latest
+        return self.mark()
 
     def restore(self, state: Any) -> None:
-        random.setstate(state[1])
+        if self.mark() == state:
+            return
+        if not self._has_memory:
+            random.setstate(state)
+            return
+        memory, self._twister.gauss_next = state
+        self._memory[:] = np.frombuffer(memory, np.uint8)
 
     def seed(self, number: int) -> None:
         random.seed(number)
@@ -91,52 +93,72 @@ class NumpyGenerator:
     It is a Mersenne twister, unless a program has set another one. NumPy needs 100 us to read or to
     write its state. So this class reads the memory of the twister, and asks NumPy only if that
     memory has changed.
+
+    NumPy draws normal numbers in pairs and holds the second one back. So a mark is the memory of
+    the twister, 1 if a normal number is held back, and that number.
     """
 
     _BYTES = 4 * 625  # 624 numbers, and the position in them
 
     def __init__(self) -> None:
-        # the mark and the state when NumPy was asked last
-        self._latest: tuple[Any, Any] = (None, None)
+        self._twister: Any = None
+        self._memory = np.zeros(0, np.uint8)
+        self._latest: Any = None  # the mark when NumPy was asked last
+        # the mark after `seed`, which drops a normal number that was held back
+        self._seeded: Any = None
+
+    def _is_twister(self) -> bool:
+        """Returns whether the generator is a Mersenne twister, whose memory is `_memory` then."""
+        current = np.random.get_bit_generator()
+        if current is not self._twister:
+            if type(current) is not np.random.MT19937:
+                return False
+            self._twister = current
+            self._memory = native.memory(current.ctypes.state_address, self._BYTES)
+        return True
 
     def mark(self) -> Any:
-        """Returns the memory of the twister, 1 if a normal number is held back, and that number.
-
-        NumPy draws normal numbers in pairs, so a draw may leave the memory as it is.
-        """
-        return self.state()[0]
-
-    def state(self) -> Any:
-        twister = np.random.get_bit_generator()
-        if type(twister) is not np.random.MT19937:
-            value = np.random.get_state(legacy=False)
-            return (repr(value), 1, 0.0), value
-        memory = native.copied(twister.ctypes.state_address, self._BYTES)
-        if self._latest[0] != (memory, 0, 0.0):
-            value = np.random.get_state()
-            self._latest = (memory, *value[3:]), value
+        if not self._is_twister():
+            return repr(np.random.get_state(legacy=False))
+        mark = (self._memory.tobytes(), 0, 0.0)
+        if mark in (self._seeded, self._latest):
+            return mark
+        self._latest = (mark[0], *np.random.get_state()[3:])
         return self._latest
 
+    def state(self) -> Any:
+        return self.mark() if self._is_twister() else np.random.get_state(legacy=False)
+
     def restore(self, state: Any) -> None:
-        (memory, is_held_back, _), value = state
-        twister = np.random.get_bit_generator()
-        if is_held_back or type(twister) is not np.random.MT19937:
-            np.random.set_state(value)
+        if isinstance(state, dict):  # of another generator than a twister
+            if self.mark() != repr(state):
+                np.random.set_state(state)
             return
-        np.random.seed(0)  # drops a normal number that is held back now
-        address = twister.ctypes.state_address
-        native.memory(address, self._BYTES)[:] = np.frombuffer(memory, np.uint8)
+        memory, is_held_back, held_back = state
+        if is_held_back or not self._is_twister():
+            if self.mark() != state:
+                numbers = np.frombuffer(memory, np.uint32)
+                np.random.set_state(
+                    ("MT19937", numbers[:-1], int(numbers[-1]), is_held_back, held_back)
+                )
+            return
+        current = (self._memory.tobytes(), 0, 0.0)
+        if self._seeded != current and self._latest != current:
+            np.random.seed(0)  # drops a normal number that may be held back now
+        self._memory[:] = np.frombuffer(memory, np.uint8)
+        self._seeded = state
 
     def seed(self, number: int) -> None:
-        twister = np.random.get_bit_generator()
-        if type(twister) is np.random.MT19937:
+        if self._is_twister():
             np.random.seed(number & 0xFFFFFFFF)
+            self._seeded = (self._memory.tobytes(), 0, 0.0)
         else:
+            twister = np.random.get_bit_generator()
             np.random.set_state(type(twister)(number).state)
 
 
 class TorchGenerator:
-    """The generator of torch for the CPU."""
+    """The generator of torch for the CPU, whose state is set faster than it is compared."""
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator
@@ -207,15 +229,13 @@ def seed_all(number: int) -> None:
 
 def states() -> list[Any]:
     """Returns the states of all generators, for `restore`."""
-    return [(one, one.mark(), one.state()) for one in generators().values()]
+    return [(generator, generator.state()) for generator in generators().values()]
 
 
 def restore(saved_states: list[Any]) -> None:
     """Sets all generators to the states that `states` returned."""
-    for generator, mark, state in saved_states:
-        # Python and NumPy need longer to set a state than to compare it.
-        if generator.mark() != mark:
-            generator.restore(state)
+    for generator, state in saved_states:
+        generator.restore(state)
 
 
 @contextlib.contextmanager
@@ -244,8 +264,7 @@ def scope(seed: int, *key: int | str) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def hold_generators(patience: float = PATIENCE) -> Iterator[None]:
+def hold_generators(patience: float = PATIENCE) -> contextlib.AbstractContextManager[None]:
     """Keeps other threads out of scopes during the block, because all threads draw from the same
     generators.
 
@@ -254,29 +273,39 @@ def hold_generators(patience: float = PATIENCE) -> Iterator[None]:
     Raises:
         ConfigError: The other thread is still in its scope.
     """
-    _enter(patience)
-    try:
-        yield
-    finally:
-        _leave()
+    return _Hold(patience)
 
 
-def _enter(patience: float) -> None:
-    global _depth, _owner
-    thread = getattr(_group, "number", threading.get_ident())
-    with _scope_ended:
-        if not _scope_ended.wait_for(lambda: not _depth or _owner == thread, patience):
-            raise ConfigError(
-                "[train] another thread of this process trains at the same time, and both draw "
-                "from the same generators of random, numpy and torch; run one training after the "
-                "other, or each in a process"
-            )
-        _owner = thread
-        _depth += 1
+class _Hold:
+    """A block in which only one thread, or group of threads, is; see `hold_generators`."""
+
+    __slots__ = ("_patience",)
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+
+    def __enter__(self) -> None:
+        global _depth, _owner
+        thread = getattr(_group, "number", None) or threading.get_ident()
+        with _scope_ended:
+            if _depth and _owner != thread:
+                _wait_for(thread, self._patience)
+            _owner = thread
+            _depth += 1
+
+    def __exit__(self, *problem: object) -> None:
+        global _depth
+        with _scope_ended:
+            _depth -= 1
+            if not _depth:
+                _scope_ended.notify_all()
 
 
-def _leave() -> None:
-    global _depth
-    with _scope_ended:
-        _depth -= 1
-        _scope_ended.notify_all()
+def _wait_for(thread: int, patience: float) -> None:
+    """Waits until no other thread is in a scope. The caller holds `_scope_ended`."""
+    if not _scope_ended.wait_for(lambda: not _depth or _owner == thread, patience):
+        raise ConfigError(
+            "[train] another thread of this process trains at the same time, and both draw from "
+            "the same generators of random, numpy and torch; run one training after the other, or "
+            "each in a process"
+        )

@@ -8,7 +8,6 @@ zero. So they are set before a shard or an update runs, and put back after it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -18,10 +17,67 @@ from ..errors import ConfigError
 # numbers below it would be computed by one thread of torch, even if there are more
 _PARALLEL_NUMBERS = 1 << 16
 _SMALLEST = 1  # the bits of the smallest subnormal number of float32
+# The smallest subnormal number of float64. Processors flush both sizes or neither.
+_TINY = 5e-324
+
+
+#: threads, products, default dtype, deterministic or not, warn_only, flushes subnormals or not. A
+#: tuple, because it is read and compared several times in each step.
+_State = tuple[int, str, torch.dtype, bool, bool, bool]
+
+
+def _read() -> _State:
+    """Returns the modes of this thread, as they are."""
+    return (
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        flushes_subnormals(),
+    )
+
+
+def _set(state: _State, current: _State) -> None:
+    """Sets the modes that differ from the current ones."""
+    threads, matmul_precision, default_dtype, is_deterministic, warn_only, flushes = state
+    if current[0] != threads:
+        torch.set_num_threads(threads)
+    if current[1] != matmul_precision:
+        torch.set_float32_matmul_precision(matmul_precision)
+    if current[2] != default_dtype:
+        torch.set_default_dtype(default_dtype)
+    if current[3:5] != state[3:5]:
+        torch.use_deterministic_algorithms(is_deterministic, warn_only=warn_only)
+    if current[5] != flushes:
+        torch.set_flush_denormal(flushes)
+
+
+class _Held:
+    """A context in which modes are set. Afterwards those are set that were set before."""
+
+    __slots__ = ("_previous", "_wanted")
+
+    def __init__(self, wanted: _State) -> None:
+        self._wanted = wanted
+
+    def __enter__(self) -> None:
+        self._previous = _read()
+        if self._previous != self._wanted:
+            try:
+                _set(self._wanted, self._previous)
+            except BaseException:
+                self.__exit__()
+                raise
+
+    def __exit__(self, *problem: object) -> None:
+        current = _read()
+        if current != self._previous:
+            _set(self._previous, current)
 
 
 class Modes(NamedTuple):
-    """The modes in which shards run.
+    """The modes in which shards run. Subnormal numbers are kept, as IEEE 754 says.
 
     threads: of torch.
     matmul_precision: of products of float32, as torch.get_float32_matmul_precision() returns it.
@@ -41,38 +97,19 @@ class Modes(NamedTuple):
             threads, torch.get_float32_matmul_precision(), torch.get_default_dtype(), warn_only
         )
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Sets the modes in the block, and puts those back that were set before.
+    def held(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context with these modes, which puts those back that were set before."""
+        return _Held(self._wanted())
 
-        Subnormal numbers are kept, as IEEE 754 says.
-        """
-        previous = Modes.current(
-            torch.get_num_threads(), torch.is_deterministic_algorithms_warn_only_enabled()
-        )
-        is_deterministic = torch.are_deterministic_algorithms_enabled()
-        flushes = flushes_subnormals()
-        try:
-            self._set(deterministic=True)
-            torch.set_flush_denormal(False)
-            yield
-        finally:
-            previous._set(is_deterministic)
-            torch.set_flush_denormal(flushes)
+    def set(self) -> None:
+        """Sets these modes again in a block of `held`, if a program has changed them in it."""
+        wanted = self._wanted()
+        current = _read()
+        if current != wanted:
+            _set(wanted, current)
 
-    def _set(self, deterministic: bool) -> None:
-        """Sets the modes that are not set yet."""
-        if torch.get_num_threads() != self.threads:
-            torch.set_num_threads(self.threads)
-        if torch.get_float32_matmul_precision() != self.matmul_precision:
-            torch.set_float32_matmul_precision(self.matmul_precision)
-        if torch.get_default_dtype() != self.default_dtype:
-            torch.set_default_dtype(self.default_dtype)
-        if (
-            torch.are_deterministic_algorithms_enabled() != deterministic
-            or torch.is_deterministic_algorithms_warn_only_enabled() != self.warn_only
-        ):
-            torch.use_deterministic_algorithms(deterministic, warn_only=self.warn_only)
+    def _wanted(self) -> _State:
+        return self[0], self[1], self[2], True, self[3], False
 
     def check_threads(self) -> None:
         """Raises ConfigError: other threads of torch flush subnormal numbers, which only they could
@@ -93,7 +130,7 @@ class Modes(NamedTuple):
 
 def flushes_subnormals() -> bool:
     """Returns whether this thread flushes subnormal numbers to zero."""
-    return not int((_subnormals(1) * 1.0).view(torch.int32))
+    return not _TINY * 1.0 > 0.0
 
 
 def _subnormals(count: int) -> torch.Tensor:

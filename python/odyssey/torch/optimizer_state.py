@@ -24,6 +24,9 @@ _ARRAY_DTYPES = frozenset(
     for name in "bool uint8 int8 int16 int32 int64 float16 float32 float64".split()
 )
 
+# of hyperparameters that are as they should be
+_PLAIN_TYPES = frozenset({bool, int, float, str, type(None)})
+
 
 class ParameterName(str):
     """The name of a parameter of the module, which stands for the parameter in a checkpoint."""
@@ -76,6 +79,8 @@ class OptimizerState:
             if type(group["params"]) is not list:
                 group["params"] = list(group["params"])
             for key, value in group.items():
+                if type(value) in _PLAIN_TYPES:
+                    continue
                 default = defaults.get(key)
                 if key == "lr" or type(default) in (bool, int, float):
                     group[key] = as_number(value)

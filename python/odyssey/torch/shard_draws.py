@@ -68,27 +68,22 @@ class ShardDraws:
         Raises ConfigError: another thread trains at the same time. It would not help to wait for
         it, because a program may draw in a thread at any time, for example to create a module.
         """
-        watched_generators = {
-            "torch": random_scopes.generators()["torch"],
-            **self._seldom_used,
-        }
-        with (
-            contextlib.nullcontext()
-            if self.in_threads
-            else random_scopes.hold_generators(patience=0.0)
-        ):
-            states = {name: one.state() for name, one in watched_generators.items()}
-            marks = {name: one.mark() for name, one in self._seldom_used.items()}
+        watched_generators = [random_scopes.generators()["torch"], *self._seldom_used.values()]
+        with self._alone():
+            states = [(one, one.state()) for one in watched_generators]
             outer_marks = self._marks
-            self._marks = dict(marks)
+            self._marks = {name: one.mark() for name, one in self._seldom_used.items()}
             try:
                 yield
             finally:
                 self._marks = outer_marks
-                for name, one in watched_generators.items():
-                    # NumPy and Python need longer to set a state than to compare it
-                    if name == "torch" or one.mark() != marks[name]:
-                        one.restore(states[name])
+                random_scopes.restore(states)
+
+    def _alone(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which no other thread trains."""
+        if self.in_threads:
+            return contextlib.nullcontext()
+        return random_scopes.hold_generators(patience=0.0)
 
     def seed(self, number: int, everything: bool = False) -> None:
         """Seeds the generators for a shard, or for a computation that is the same on all ranks.

@@ -561,8 +561,8 @@ class Shards:
         self._weight = self._share
         versions = self._prepare_shard(gradients) if train else []
         self.seed_shard(shard, step, train)
-        with self.modes.held():
-            yield lo, hi  # the caller runs the shard here
+        yield lo, hi  # the caller runs the shard here
+        self.modes.set()  # the shard may have changed them
         loss, *metrics = self._sums
         weighted_loss = loss * self._weight if self._weight else 0.0
         tail = [weighted_loss, float(hi - lo), self._weight, *metrics]
@@ -586,6 +586,7 @@ class Shards:
                 self.seed_shard(shard, step, train)
                 try:
                     yield shard * self.shard_size, min((shard + 1) * self.shard_size, samples)
+                    self.modes.set()
                 finally:
                     if train:
                         self.norms.put_back()

@@ -166,10 +166,11 @@ class ModuleStepper(Stepper):
         is_split = samples > (self.shards.shard_size or samples)
         if train and self.forward_check.is_due:
             self.forward_check.begin()
-        with self.shards.phase(), self.shards.modes.held(), outcome.tried():
+        with self.shards.phase(), outcome.tried():
             batch = batch.covering(*self.shards.share(samples, train))
             if is_split and train and not self._loss_checked:
-                self._check_loss(batch, samples)
+                with self.shards.modes.held():
+                    self._check_loss(batch, samples)
         if is_split and self.gather:
             joined = self._join_outputs(outcome, batch, step, train)
         with (
@@ -179,7 +180,7 @@ class ModuleStepper(Stepper):
         ):
             # After an error this rank runs no shard. `sums` reports the error to all ranks.
             for lo, hi in shard_ranges if outcome.error is None else ():
-                with self._watching_forward():
+                with self.forward_watch.looking(), _one_line_errors, self._watch_shard():
                     x, y = part(batch, lo, hi)
                     if joined is None:
                         self._run_shard(x, y, lo, hi - lo, train, is_split)
@@ -196,19 +197,15 @@ class ModuleStepper(Stepper):
             return self.run(batch, step, whole_set=whole_set)
         return sums
 
-    @contextlib.contextmanager
-    def _watching_forward(self) -> Iterator[None]:
-        """Watches what forward() of a shard sets, and what BatchNorm gets in the first step."""
-        size = self.shards.shard_size or 0
+    def _watch_shard(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context that watches what BatchNorm gets in a shard of the first step."""
         coming_sizes = self.shards.coming_sizes
-        has_shard_of_one = any((samples % size or size) == 1 for samples in coming_sizes if size)
-        with self.forward_watch.looking(), one_line_errors():
-            # The code of torch.compile doesn't call the hooks of the layers in it.
-            if has_shard_of_one and not is_compiled(self.module):
-                with _refuse_one_value_per_sample(self.module):
-                    yield
-            else:
-                yield
+        size = self.shards.shard_size
+        has_shard_of_one = size and any((n % size or size) == 1 for n in coming_sizes)
+        # The code of torch.compile doesn't call the hooks of the layers in it.
+        if has_shard_of_one and not is_compiled(self.module):
+            return _refuse_one_value_per_sample(self.module)
+        return contextlib.nullcontext()
 
     def _check_forward(self, x: Any, y: Any, step: int) -> None:
         """Looks at what the shard that was just run has changed; see `ForwardCheck.end`."""
@@ -323,7 +320,7 @@ class ModuleStepper(Stepper):
             contextlib.closing(self.shards.preview(samples, step)) as shard_ranges,
         ):
             for lo, hi in shard_ranges if outcome.error is None else ():
-                with self._watching_forward():
+                with self.forward_watch.looking(), _one_line_errors, self._watch_shard():
                     x, y = part(batch, lo, hi)
                     outputs.add(lo, hi, *self._compute_output(x, y))
         all_shards = outputs.exchanged(self.comm, failed=outcome.error is not None)
@@ -570,22 +567,24 @@ def _refuse_one_value_per_sample(module: nn.Module) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Turns two errors of torch in the block into a ConfigError of one line with a remedy.
+class _OneLineErrors:
+    """A context that turns two errors of torch into a ConfigError of one line with a remedy.
 
     These are an operation without a deterministic form, and BatchNorm of a shard of one sample.
     """
-    try:
-        yield
-    except ValueError as problem:
-        if "Expected more than 1 value per channel" not in str(problem):
-            raise
-        raise ConfigError(_ONE_SAMPLE) from problem
-    except RuntimeError as problem:
-        if "use_deterministic_algorithms" not in str(problem):
-            raise
-        message = str(problem).partition(", but you set")[0]
-        raise ConfigError(
-            f"[torch] {message}; use another operation, or deterministic='warn'"
-        ) from problem
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, problem: BaseException | None, trace: object) -> None:
+        if isinstance(problem, ValueError):
+            if "Expected more than 1 value per channel" in str(problem):
+                raise ConfigError(_ONE_SAMPLE) from problem
+        elif isinstance(problem, RuntimeError) and "use_deterministic_algorithms" in str(problem):
+            message = str(problem).partition(", but you set")[0]
+            raise ConfigError(
+                f"[torch] {message}; use another operation, or deterministic='warn'"
+            ) from problem
+
+
+_one_line_errors = _OneLineErrors()

@@ -313,7 +313,9 @@ class Trainer:
         only its epochs have an end.
         """
         in_fit = self.loop.session is not None
-        return self.whole_set if in_fit else type(self.whole_set)({}, self.comm)
+        if in_fit or not self.whole_set:
+            return self.whole_set
+        return type(self.whole_set)({}, self.comm)
 
     @property
     def base_rate(self) -> float:
