@@ -38,12 +38,16 @@ def top_k(out: Any, y: Any, k: int = 1) -> torch.Tensor:
             "[torch] accuracy and top5 are of targets that are class numbers; give metrics of "
             "your own"
         )
-    out = out.movedim(-1 if out.shape[:-1] == y.shape else 1, -1)
-    first = (
-        out.argmax(-1, keepdim=True)
-        if k == 1
-        else out.sort(dim=-1, descending=True, stable=True).indices[..., :k]
-    )
+    return _hits(out, y, k)
+
+
+def _hits(out: torch.Tensor, y: torch.Tensor, k: int) -> torch.Tensor:
+    """Returns 1 for each class number in `y` that is among the k largest of its outputs, else 0."""
+    classes = -1 if out.shape[:-1] == y.shape else 1
+    if k == 1:
+        return (out.argmax(classes) == y).float()
+    out = out.movedim(classes, -1)
+    first = out.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     return (first == y.unsqueeze(-1)).any(-1).float()
 
 
@@ -57,7 +61,7 @@ def accuracy(out: Any, y: Any) -> Any:
         y = y.get("labels")
         if not isinstance(y, torch.Tensor) or y.dim() != 1:
             return torch.tensor(-1.0)
-    return top_k(out, y) if _of_classes(out, y) else torch.tensor(-1.0)
+    return _hits(out, y, 1) if _of_classes(out, y) else torch.tensor(-1.0)
 
 
 NAMED: dict[str, Metric] = {

@@ -29,6 +29,8 @@ from .optimizer_parts import OptimizerParts
 from .shards import BatchSums, Shards, is_compiled, read_weight
 from .whole_batch_loss import Outputs, WholeBatchLoss
 
+_NOTHING = contextlib.nullcontext()  # may be entered again and again
+
 
 class ModuleStepper(Stepper):
     """Computes steps of a torch module: `run` adds up losses and gradients, `commit` updates the
@@ -199,13 +201,15 @@ class ModuleStepper(Stepper):
 
     def _watch_shard(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context that watches what BatchNorm gets in a shard of the first step."""
-        coming_sizes = self.shards.coming_sizes
+        coming_sizes = self.shards.coming_sizes  # empty after the first step
         size = self.shards.shard_size
-        has_shard_of_one = size and any((n % size or size) == 1 for n in coming_sizes)
+        if not coming_sizes or not size:
+            return _NOTHING
+        has_shard_of_one = any((samples % size or size) == 1 for samples in coming_sizes)
         # The code of torch.compile doesn't call the hooks of the layers in it.
         if has_shard_of_one and not is_compiled(self.module):
             return _refuse_one_value_per_sample(self.module)
-        return contextlib.nullcontext()
+        return _NOTHING
 
     def _check_forward(self, x: Any, y: Any, step: int) -> None:
         """Looks at what the shard that was just run has changed; see `ForwardCheck.end`."""
@@ -428,11 +432,7 @@ class ModuleStepper(Stepper):
         return self.module(*x) if isinstance(x, tuple) else self.module(x)
 
     def _enter_autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return (
-            torch.autocast("cpu", dtype=torch.bfloat16)
-            if self.precision == "bf16"
-            else contextlib.nullcontext()
-        )
+        return torch.autocast("cpu", dtype=torch.bfloat16) if self.precision == "bf16" else _NOTHING
 
     def commit(self, sums: BatchSums) -> bool:
         """Updates the parameters from the mean gradient, if loss and gradient are finite.
