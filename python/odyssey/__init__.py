@@ -145,15 +145,21 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
+def _watch(world: Any) -> None:
+    """Starts to watch a process that is one of several ranks, or part of a run."""
+    from .base import runs
+
+    if world.size > 1 or runs.Run.current() is not None:
+        importlib.import_module(".watch.start_watcher", __name__).begin(world)
+
+
 def _enter() -> None:
     """Lets rooms hear of each other that do not know each other, and a process that a launcher
     started as one of several ranks end as one: base/exits.py.
     """
     from .base import hooks, launcher
 
-    hooks.on_world.append(
-        lambda world: importlib.import_module(".watch.start_watcher", __name__).begin(world)
-    )
+    hooks.on_world.append(_watch)
     hooks.connect.append(lambda: importlib.import_module(".comm", __name__).world("auto"))
     launcher.announce()
     if launcher.rank() is not None:

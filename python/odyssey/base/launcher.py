@@ -8,7 +8,6 @@ rank that counts comes from `odyssey.comm`.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -135,6 +134,8 @@ def rank(environment: Mapping[str, str] = os.environ) -> int | None:
 
 def free_port() -> int:
     """A port of this machine that nobody uses now."""
+    import socket  # few processes need it, and all import this module
+
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]

@@ -7,7 +7,8 @@ The events and their order are in base.py, those that come with odyssey in stand
 docs/callbacks.md shows how to use and write them. Loggers (odyssey.loggers) are callbacks as well.
 """
 
-from .averages import EMA, SWA
+from typing import TYPE_CHECKING, Any
+
 from .base import Callback, Context, joined
 from .standard import (
     EarlyStopping,
@@ -18,6 +19,10 @@ from .standard import (
     ReduceLROnPlateau,
     Timer,
 )
+
+if TYPE_CHECKING:
+    from .averages import EMA as EMA
+    from .averages import SWA as SWA
 
 __all__ = [
     "EMA",
@@ -33,3 +38,11 @@ __all__ = [
     "Timer",
     "joined",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("EMA", "SWA"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import averages  # most training runs don't need them
+
+    return getattr(averages, name)

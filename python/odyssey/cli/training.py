@@ -380,12 +380,12 @@ def build_user_optimizer(place: str, options: dict[str, Any]) -> Optimizer:
 @on_all_ranks()
 def build_callbacks(settings: Settings, data: TrainingData) -> list[Callback]:
     """Builds the callbacks of `--early-stopping` and the loggers of `--log`."""
-    from ..callbacks import loggers
-
     callbacks: list[Callback] = []
     if settings.early_stopping is not None:
         callbacks += build_early_stopping(settings, data.train_set)
     if settings.log is not None:
+        from ..callbacks import loggers
+
         folder = settings.log_dir
         if folder is None and settings.run_dir is not None:
             folder = settings.run_dir / "logs"

@@ -8,16 +8,18 @@ import contextlib
 import os
 import platform
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from odyssey.base.requirements import REINSTALL
 from odyssey.errors import BuildError, near
 
 from . import sources
+
+if TYPE_CHECKING:
+    import subprocess
 
 _MAX_STDERR_LINES = 40
 _DIE_WITH_PARENT = Path(__file__).parents[1] / "base" / "die_with_parent.py"
@@ -66,6 +68,8 @@ def compiler_version() -> str:
     if package is not None:
         for path in package.parent.glob("mojo_compiler-*.dist-info"):
             return path.name[len("mojo_compiler-") : -len(".dist-info")]
+    import shutil
+
     executable = shutil.which("mojo")
     if executable is None:
         return "none"
@@ -75,6 +79,8 @@ def compiler_version() -> str:
 
 def mojo_command() -> list[str]:
     """How to start the compiler: the one of this Python environment, else the one on PATH."""
+    import shutil
+
     if mojo_package() is not None:
         start = (
             "import sys; sys.argv[0] = 'mojo'; from mojo._entrypoints import exec_mojo; exec_mojo()"
@@ -94,6 +100,8 @@ def run_mojo(arguments: list[str], cwd: Path | None = None) -> subprocess.Comple
     """Runs the Mojo compiler with these arguments and captures what it prints; it ends when this
     process is killed. Raises BuildError: there is none.
     """
+    import subprocess
+
     quiet = {"MODULAR_CRASH_REPORTING_ENABLED": "false", "MODULAR_TELEMETRY_ENABLED": "false"}
     words = [
         sys.executable,
@@ -137,6 +145,8 @@ def compile_kernels(
 
     Raises BuildError: with what the compiler said.
     """
+    import shutil
+
     if emit != "asm" and not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
         raise BuildError(
             "[build] no C compiler (cc, gcc or clang) is on PATH, and Mojo's compiler asks for "
@@ -180,6 +190,8 @@ def link(
     What is not defined is found at run time: the run-time libraries and the C library are there
     before it is loaded. Raises BuildError: it cannot be linked.
     """
+    import subprocess
+
     lld = next(
         (root / "bin" / "lld" for root in sdk_roots() if (root / "bin" / "lld").is_file()), "lld"
     )

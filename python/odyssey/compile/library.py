@@ -27,7 +27,6 @@ import hashlib
 import json
 import os
 import platform
-import shutil
 import stat
 import sys
 import time
@@ -493,6 +492,8 @@ def _build_once(inputs: BuildInputs, cache: Path) -> Opened:
                 f"{kernels / inputs.key} is damaged: {damage}; the kernels are compiled anew"
             )
         for stale in kernels.glob(f"{inputs.key}.tmp-*"):
+            import shutil
+
             shutil.rmtree(stale, ignore_errors=True)
         builder = {"pid": os.getpid(), "host": platform.node()}
         lock.write(builder)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,6 +43,8 @@ class Files:
         count = int(np.prod(shape)) * np.dtype(dtype).itemsize
         if count < SMALL:
             return native.aligned(shape, dtype, zero=zero)
+        import tempfile
+
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             descriptor, path = tempfile.mkstemp(prefix=".odyssey-offload-", dir=self.folder)

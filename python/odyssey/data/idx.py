@@ -7,7 +7,6 @@ A file is a magic number, big-endian sizes, then the values. The reader supports
 from __future__ import annotations
 
 import contextlib
-import gzip
 import hashlib
 import math
 import mmap
@@ -15,7 +14,7 @@ import os
 import stat
 import zlib
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
@@ -23,6 +22,9 @@ from odyssey.errors import DataError, OdysseyError
 
 from ..base.files import private_directory, write_whole
 from ..base.paths import expand_path
+
+if TYPE_CHECKING:
+    import gzip
 
 _UINT8 = 0x08
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -48,6 +50,8 @@ def read_idx(path: Path, *, ndim: int | None = None, sha256: str | None = None) 
         DataError: the file is missing, unreadable, a damaged gzip, of another type or number of
             dimensions, not exactly as long as its header says, or altered.
     """
+    import gzip  # few processes read such a file, and all import this module
+
     path = expand_path(path)
     try:
         # Without O_NONBLOCK, opening a pipe that has no writer would wait forever.

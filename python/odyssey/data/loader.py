@@ -11,22 +11,32 @@ import collections
 import contextlib
 import itertools
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from odyssey.data import workers
 from odyssey.data.datasets import ArrayDataset, described, outside
 from odyssey.data.reader import Batch, Reader
 from odyssey.data.sampler import DistributedSampler, permutation
 from odyssey.errors import ConfigError, check_integer
 
+if TYPE_CHECKING:
+    from odyssey.data import workers
+
 # Yields for each batch its number in the epoch, and the indices of its samples.
 Pieces = Iterator[tuple[int, np.ndarray]]
 # Maps the number of samples in a batch to the run that this process reads: (first, one past last).
 Part = Callable[[int], tuple[int, int]]
+
+
+def _refuse_import() -> None:
+    """Raises ConfigError if a program trains while a worker imports it for its classes."""
+    # Only a worker, or a process with workers, has imported this module.
+    if (module := sys.modules.get("odyssey.data.workers")) is not None:
+        module.refuse_import()
 
 
 class DataLoader:
@@ -107,7 +117,7 @@ class DataLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        workers.refuse_import()
+        _refuse_import()
         _check_dataset(dataset)
         self.dataset = dataset
         self.batch_size = check_integer("[data] batch_size", batch_size, 1)
@@ -241,7 +251,7 @@ class DataLoader:
                 past the last). The other samples are read when somebody asks for the whole batch.
                 None reads all samples. It has no effect on a data set in memory.
         """
-        workers.refuse_import()
+        _refuse_import()
         epoch = self._begin_epoch()
         order = self._order_samples(epoch)
         first_batch = self._first_batch
@@ -284,6 +294,8 @@ class DataLoader:
         requests, so the order of batches doesn't depend on the speed of a process.
         """
         # While this iteration uses the processes, another one must start its own.
+        from odyssey.data import workers
+
         team = self._workers or workers.Workers(self._reader, self._worker_count)
         self._workers = None
         pending: collections.deque[Any] = collections.deque()

@@ -8,7 +8,6 @@ downloaded or unpickled.
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import hashlib
 import math
 import os
@@ -30,7 +29,6 @@ from odyssey.data.datasets import (
     load,
     outside,
 )
-from odyssey.data.images import read_image
 from odyssey.data.nested import leaves, mapped
 from odyssey.data.sampler import permutation
 from odyssey.data.tables import Columns, Table, csv
@@ -154,6 +152,8 @@ class ImageFolder(Described):
 
     def _read_image(self, path: str) -> np.ndarray:
         """Reads an image file as uint8 (3, H, W), scaled and cut to the size if there is one."""
+        from odyssey.data.images import read_image
+
         return read_image(path, self._size if self._resize else None)
 
 
@@ -517,7 +517,11 @@ def _read_text(path: str | Path) -> str:
     expanded_path = expand_path(path)
     try:
         content = expanded_path.read_bytes()
-        return (gzip.decompress(content) if str(path).endswith(".gz") else content).decode()
+        if str(path).endswith(".gz"):
+            import gzip
+
+            content = gzip.decompress(content)
+        return content.decode()
     except (OSError, EOFError, UnicodeDecodeError) as problem:
         reason = getattr(problem, "strerror", None) or problem
         raise DataError(f"{path} cannot be read as text ({reason}); give a file in UTF-8") from None

@@ -7,7 +7,6 @@ apply to every later table.
 from __future__ import annotations
 
 import contextlib
-import csv as tables
 import dataclasses
 import math
 import re
@@ -41,6 +40,8 @@ class Table:
     """
 
     def __init__(self, path: str | Path) -> None:
+        import csv as tables
+
         self.path = "standard input" if str(path) == "-" else printable(str(path), limit=200)
         try:
             open_options = {"newline": "", "encoding": "utf-8-sig"}
@@ -129,6 +130,8 @@ def _parse_csv(file: TextIO) -> tuple[list[str], list[tuple[int, list[str]]]]:
     The delimiter is the one of comma, semicolon and tab that the header has most of. Raises
     csv.Error for a quote that stays open.
     """
+    import csv as tables
+
     rows = file.readlines() or [""]
     header_without_quoted = re.sub('"[^"]*"', "", rows[0])
     delimiter = max(",;\t", key=header_without_quoted.count)

@@ -8,15 +8,17 @@ ten a second) and one `epoch` with the epoch's record, then `end`.
 
 from __future__ import annotations
 
-import logging
 import re
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from ..callbacks import Callback, Context
 from ..checkpoints.trainable import SENT
+
+if TYPE_CHECKING:
+    from logging import Logger
 
 
 class Progress(Protocol):
@@ -76,21 +78,22 @@ class Shown(Callback):
         self.progress.end()
 
 
-# where it is configured for INFO, lines go there and not to standard error
-LOGGER = logging.getLogger("odyssey")
+def find_logger() -> Logger | None:
+    """Returns the logger "odyssey" of Python's logging, if the program wants lines from it: it has
+    a handler that takes INFO. Lines then go there and not to standard error.
 
-
-def logged() -> bool:
-    """Returns whether the program wants lines by Python's logging: it has a handler that takes
-    INFO of "odyssey".
+    A program that has not imported logging has no handler.
     """
-    return LOGGER.isEnabledFor(logging.INFO) and LOGGER.hasHandlers()
+    if (logging := sys.modules.get("logging")) is None:
+        return None
+    logger = logging.getLogger("odyssey")
+    return logger if logger.isEnabledFor(logging.INFO) and logger.hasHandlers() else None
 
 
 def tell(say: Callable[[str], None] | None, line: str) -> None:
     """One line to the user: by logging, by `say`, or on standard error."""
-    if logged():
-        LOGGER.info(line)
+    if (logger := find_logger()) is not None:
+        logger.info(line)
     elif say is not None:
         say(line)
     else:
@@ -103,7 +106,7 @@ def make(no_progress: bool, stream: TextIO) -> Progress | None:
         return None
     return (
         PlainProgress(None)
-        if logged()
+        if find_logger() is not None
         else RichProgress(stream)
         if stream.isatty()
         else PlainProgress(stream)
@@ -151,10 +154,10 @@ class PlainProgress(Progress):
 
     def epoch(self, record: dict[str, Any]) -> None:
         line = epoch_line(record, self._epochs)
-        if self._stream is None:
-            LOGGER.info(line)
-        else:
+        if self._stream is not None:
             print(line, file=self._stream, flush=True)
+        elif (logger := find_logger()) is not None:
+            logger.info(line)
 
     def say(self, line: str) -> None:
         print(f"odyssey: {line}", file=self._stream, flush=True)

@@ -25,7 +25,7 @@ class Reporter:
 
     def say(self, line: str) -> None:
         """Tells a line: to the progress object, to Python's logger "odyssey" where the program
-        has made use of that (progress.LOGGER), or prints it.
+        has made use of that (progress.find_logger), or prints it.
         """
         if self.comm.rank == 0 and not self.silent:
             tell(getattr(self.fit_progress or self.progress, "say", None), line)

@@ -28,7 +28,6 @@ from .. import data as datasets
 from ..base.paths import expand_path
 from ..base.uncopied import uncopied
 from ..callbacks import Callback, Context
-from ..callbacks.loggers import asked
 from ..capture import Capture
 from ..checkpoints import Snapshot
 from ..checkpoints.trainable import KEEP, Evaluation, History, Mode, Saving, Step, Tally
@@ -251,6 +250,8 @@ class Trainer:
                 "of them"
             )
         if mlflow_experiment is not None:
+            from ..callbacks.loggers import asked
+
             callbacks = [*check_callbacks(callbacks), *asked(mlflow_experiment=mlflow_experiment)]
         options = FitOptions(
             epochs=epochs,
