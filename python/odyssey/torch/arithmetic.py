@@ -22,6 +22,7 @@ _PRODUCTS = ((1, 64, 64), (8, 33, 17), (32, 256, 48))
 _CONVOLUTIONS = ((2, 3, 16, 12, 3, 1, 1), (2, 32, 16, 6, 1, 1, 1), (1, 16, 16, 7, 3, 2, 16))
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _NUMBERS = 8191  # different inputs; a prime, so rows of matrices differ
+_MOST_NUMBERS = 1 << 14  # inputs of one operation, with its start; more than any has
 
 
 def sample(modes: Modes) -> dict[str, str]:
@@ -59,21 +60,20 @@ def _hash(results: Iterable[torch.Tensor]) -> str:
 
 @functools.cache
 def _numbers() -> torch.Tensor:
-    """Returns numbers from -4 to 4, some of them 1,000 times as small as others, float32.
+    """Returns numbers from -4 to 4, some of them 1,000 times as small as others, float32. After the
+    last one come the first ones again.
 
     Sums of numbers of one size would be exact, in any order.
     """
-    index = torch.arange(_NUMBERS, dtype=torch.int64)
+    index = torch.arange(_MOST_NUMBERS, dtype=torch.int64) % _NUMBERS
     numerators = (index * 2654435761) % _NUMBERS - _NUMBERS // 2
     return torch.ldexp(numerators.to(torch.float32), -(10 + index % 11))
 
 
 def _fill(shape: tuple[int, ...], dtype: torch.dtype, start: int = 0) -> torch.Tensor:
-    """Returns these numbers from `start` on, again from the first one after the last."""
+    """Returns these numbers from `start` on. No operation may write into them."""
     count = torch.Size(shape).numel()
-    numbers = _numbers()
-    repeated = numbers.repeat(-(-(start + count) // _NUMBERS))
-    return repeated[start : start + count].reshape(shape).to(dtype)
+    return _numbers()[start : start + count].view(shape).to(dtype)
 
 
 def _compute_products(dtype: torch.dtype) -> Iterable[torch.Tensor]:
