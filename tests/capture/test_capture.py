@@ -5,6 +5,7 @@ the changed ones.
 from __future__ import annotations
 
 import ctypes
+import functools
 import io
 import itertools
 import json
@@ -407,16 +408,42 @@ def test_programs_that_lack_an_object_are_named(node, message):
         Program({"metrics": node()}).load(saved)
 
 
-def test_a_replaced_function_is_named():
-    node = holder(f=graphs.counter)
+def test_a_function_of_the_program_is_put_back():
+    node = holder(f=graphs.counter, g=holder())
     program = Program({"metrics": node})
     node.f = graphs.reads_globals
-    with pytest.raises(ConfigError, match=r"metrics\.f was .*counter when fit\(\) began"):
+    node.h = node.g.method
+    saved = program.save()
+    again = holder(f=graphs.counter, g=holder(), h=graphs.counter)
+    Program({"metrics": again}).load(saved)
+    assert again.f is graphs.reads_globals
+    assert again.h == again.g.method
+
+
+@pytest.mark.parametrize("value", [lambda: 1, dict, functools.partial(graphs.counter, 2)])
+def test_a_function_that_no_module_has_is_named(value):
+    node = holder(f=graphs.counter)
+    program = Program({"metrics": node})
+    node.f = value
+    with pytest.raises(ConfigError, match=r"metrics\.f holds .* where .*counter was when fit"):
         program.save()
     program.capture.note_start()  # as if it was set in on_epoch_start
     saved = program.save()
     with pytest.raises(CheckpointError, match=r"metrics\.f"):
         Program({"metrics": holder(f=graphs.counter)}).load(saved)
+    program.capture.end_epoch()
+    program.capture.note_start()  # which has not set it again
+    with pytest.raises(ConfigError, match=r"metrics\.f holds"):
+        program.save()
+
+
+def test_lambdas_of_one_name_are_told_apart():
+    first, second = (lambda: 1), (lambda: 2)
+    node = holder(f=first)
+    program = Program({"metrics": node})
+    node.f = second
+    with pytest.raises(ConfigError, match=r"metrics\.f holds .*<lambda> where .*<lambda> was"):
+        program.save()
 
 
 def test_other_settings_of_a_compared_root_are_named():

@@ -9,6 +9,7 @@ from .capture import COMPARED_ROOTS, Capture, last_name
 from .edges import (
     Edge,
     Place,
+    edges_of_host,
     edges_of_object,
     is_own_file,
     names_in,
@@ -29,6 +30,7 @@ __all__ = [
     "Place",
     "REFERENCE",
     "decode",
+    "edges_of_host",
     "edges_of_object",
     "encode",
     "is_own_file",

@@ -12,6 +12,7 @@ import collections
 import contextlib
 import dataclasses
 import sys
+import types
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -35,6 +36,7 @@ from .walk import (
     Picture,
     changed_in_place,
     describe,
+    is_code,
     may_fill_up,
     reduced,
     walk,
@@ -101,20 +103,23 @@ class Capture:
         # what exists when the first epoch starts, so that a resumed run has it too
         self._expected = Picture()
         self._known: dict[int, str] = {}  # paths of its objects by id
+        # classes of hosts (walk.py) that exist when fit() begins, or the first epoch starts
+        self._expected_hosts: dict[str, type] = {}
         self._announced: set[str] = set()
         # functions and classes that a resumed run must have when its epoch has started
         self._unchecked_classes: tuple[str, dict[str, str]] | None = None
         self._unchecked_patches: dict[str, str] = {}
-        # names of functions and classes, and marks of transforms, when the latest epoch started
-        self._start_classes: dict[str, str] = {}
+        # names of functions and classes that the latest on_epoch_start has set, by path
+        self._start_code: dict[str, str] = {}
         # hooks and replaced methods before the first step, and when the latest epoch started; None
         # for loops of the user's own, which may set them at any time
         self._expected_patches: dict[str, str] = {}
         self._start_patches: dict[str, str] | None = None
         # classes of objects that the latest on_epoch_start has created
         self._start_types: dict[str, type] = {}
-        # objects by path, from on_epoch_end until the next epoch has started
+        # objects and functions by path, from on_epoch_end until the next epoch has started
         self._objects_at_epoch_end: dict[str, Any] | None = None
+        self._code_at_epoch_end: dict[str, Any] | None = None
         self._in_epoch = False  # False from on_epoch_end to the end of the next on_epoch_start
         self._start_transforms: dict[str, str] = {}
         # what the loader's roots held when the latest epoch began: its number, values and arrays
@@ -127,6 +132,7 @@ class Capture:
     def begin(self) -> None:
         """Takes what there is now as what the program has built."""
         self._known = {}
+        self._expected_hosts = {}
         self._built = self.look()
         self._marks = self._built.marks()
         self._expect(self._built)
@@ -136,6 +142,8 @@ class Capture:
         self._start_patches = None
         self._start_types = {}
         self._objects_at_epoch_end = None
+        self._code_at_epoch_end = None
+        self._start_code = {}
         self._in_epoch = False
         for path, entry in self._built.entries.items():
             if entry.sort in _KEPT_SORTS and _size_of(entry.value) <= COPIED_BYTES:
@@ -200,11 +208,16 @@ class Capture:
             for path, entry in picture.entries.items()
         }
         self._expected = Picture(entries, picture.aliases, picture.alias_places)
+        self._expected_hosts.update({path: type(one) for path, one in picture.hosts.items()})
+        kept_ids = self._kept()
+        # not the other hosts: a file must close when the program drops it
+        self._expected.hosts = {p: one for p, one in picture.hosts.items() if id(one) in kept_ids}
+        picture.hosts = {}
         self._expected_patches = picture.patches
         self._known = {
             id(entry.value): path
             for path, entry in picture.entries.items()
-            if entry.sort == REFERENCE and not isinstance(entry.value, type)
+            if entry.sort == REFERENCE
         }
 
     # --- now ---
@@ -296,6 +309,7 @@ class Capture:
             "removed": self._removed(whole_picture),
             "aliases": self._changed_aliases(picture),
             "epoch start": epoch_start,
+            "functions": self._functions(picture),
             "classes": {**holders, **replaced},
             "patches": self._changed_patches(picture),
             "created": {
@@ -360,7 +374,7 @@ class Capture:
     def _removed(self, picture: Picture) -> list[str]:
         """Returns the paths of what the program has built and no object holds any longer."""
         gone = []
-        for path, entry in self._built.entries.items():
+        for path, entry in {**self._built.entries, **self._expected.entries}.items():
             is_object = entry.sort == REFERENCE and entry.root not in LOADER_ROOTS
             if path in picture.entries or path in picture.aliases or not entry.parent:
                 continue
@@ -377,13 +391,20 @@ class Capture:
         place of a list of layers that has become shorter.
         """
         gone = []
-        for path, (place, parent) in self._built.alias_places.items():
+        aliases = {**self._built.aliases, **self._expected.aliases}
+        entries = {**self._built.entries, **self._expected.entries}
+        places = {**self._built.alias_places, **self._expected.alias_places}
+        for path, (place, parent) in places.items():
             if path in picture.entries or path in picture.aliases:
                 continue
-            first = self._built.entries.get(self._built.aliases[path])
-            if first is None or first.root in LOADER_ROOTS or not place.can_be_set():
+            first_path = aliases[path]
+            first = entries.get(first_path)
+            if not place.can_be_set() or (first is not None and first.root in LOADER_ROOTS):
                 continue
-            is_kept = first.sort in (*_KEPT_SORTS, REFERENCE)
+            if first is None:
+                is_kept = first_path in self._expected_hosts
+            else:
+                is_kept = first.sort in (*_KEPT_SORTS, REFERENCE)
             has_holder = self._has_same_parent(parent, picture)
             if is_kept and has_holder and not self.changed_in_forward(path):
                 gone.append(path)
@@ -391,11 +412,17 @@ class Capture:
 
     def _has_same_parent(self, parent: str, picture: Picture) -> bool:
         """Tells whether an object of the same class as the one that was built is at a path."""
-        before = self._built.entries.get(parent)
+        if parent in picture.hosts:
+            return self._is_expected_host(parent, picture)
+        before = self._expected.entries.get(parent) or self._built.entries.get(parent)
         now = picture.entries.get(parent)
         if before is None or now is None:
             return False
         return now.sort == before.sort and type(now.value) is type(before.value)
+
+    def _is_expected_host(self, path: str, picture: Picture) -> bool:
+        """Tells whether a resumed run has such a host (walk.py) too."""
+        return self._expected_hosts.get(path) is type(picture.hosts[path])
 
     def _changed_aliases(self, picture: Picture) -> dict[str, list[Any]]:
         """Returns places that hold an object that is also elsewhere, and held another one when
@@ -405,11 +432,15 @@ class Capture:
         for path, (place, parent) in picture.alias_places.items():
             first_path = picture.aliases[path]
             first = picture.entries.get(first_path)
-            if first is None or first.root in LOADER_ROOTS or self.changed_in_forward(path):
+            if self.changed_in_forward(path) or self._built.aliases.get(path) == first_path:
                 continue
-            if first.sort in (*_KEPT_SORTS, REFERENCE):
-                if self._built.aliases.get(path) != first_path:
-                    changed[path] = [first_path, parent, *_key_of(place)]
+            if first is None:
+                can_be_put = first_path in picture.hosts
+            else:
+                is_kept = first.sort in (*_KEPT_SORTS, REFERENCE)
+                can_be_put = is_kept and first.root not in LOADER_ROOTS
+            if can_be_put:
+                changed[path] = [first_path, parent, *_key_of(place)]
         return changed
 
     def _changed_values(
@@ -424,6 +455,8 @@ class Capture:
         for path, entry in picture.entries.items():
             if entry.sort not in _KEPT_SORTS or self.changed_in_forward(path):
                 continue
+            if entry.parent in picture.hosts and not self._is_expected_host(entry.parent, picture):
+                continue  # a resumed run has no such thread or handler when it starts
             if self._marks.get(path) == entry.mark or self._is_cache(entry, built_late):
                 continue
             node = values.encode(_parts_of(entry), arrays, prefix + path)
@@ -464,7 +497,7 @@ class Capture:
         """
         if entry.root not in LOADER_ROOTS or not entry.parent:
             return False
-        if entry.parent not in self._built.entries:
+        if entry.parent not in self._built.entries and entry.parent not in self._expected_hosts:
             return True
         if entry.parent not in built_late or type(entry.value) in (int, float):
             return False
@@ -561,7 +594,7 @@ class Capture:
             before = self._built.entries.get(path)
             if self.changed_in_forward(path):
                 continue
-            self._check_function(entry, before)
+            self._check_function(entry)
             if entry.sort == VALUE and not kept_ids.isdisjoint(_integer_keys(entry.value)):
                 raise ConfigError(
                     f"[capture] {path} has ids of parameters as keys, which are others in a "
@@ -574,6 +607,12 @@ class Capture:
                         "large for checkpoints; keep the change in a smaller value, such as an "
                         f"array by sample in a callback, or {ADVICE}"
                     )
+            if entry.place.kind == "setting" and self._marks.get(path, entry.mark) != entry.mark:
+                raise ConfigError(
+                    f"[capture] {path} was {self._marks[path]} when fit() began and is "
+                    f"{entry.mark} now. The position in a checkpoint counts batches of the first "
+                    "setting; call fit() again with another DataLoader to change it"
+                )
             if entry.root in LOADER_ROOTS:
                 continue
             if entry.sort == OPAQUE and before is not None and before.value is not entry.value:
@@ -611,6 +650,7 @@ class Capture:
             return
         picture = self.look()
         self._objects_at_epoch_end = _objects_in(picture)
+        self._code_at_epoch_end = _code_in(picture)
         patches = picture.patches
         expected = self._expected_patches
         for path in {**self._start_patches, **patches}:
@@ -640,18 +680,58 @@ class Capture:
                 "number or string what it does"
             )
 
-    def _check_function(self, entry: Entry, before: Entry | None) -> None:
-        """Raises ConfigError: a function was replaced after the epoch had started."""
-        if before is None or entry.sort != REFERENCE or before.sort != REFERENCE:
+    def _check_function(self, entry: Entry) -> None:
+        """Raises ConfigError: a function or class was replaced by one that a resumed run can't
+        find.
+        """
+        path = entry.path
+        if entry.sort != REFERENCE or entry.root in LOADER_ROOTS or not is_code(entry.value):
             return
-        if entry.root in LOADER_ROOTS or not is_function(entry.value):
+        before = _entry_at(self._built, path)
+        if before is None or before.sort != REFERENCE or _is_same_code(before, entry):
             return
-        if entry.mark != before.mark and self._start_classes.get(entry.path) != entry.mark:
-            raise ConfigError(
-                f"[capture] {entry.path} was {before.mark} when fit() began and is {entry.mark} "
-                "now. A checkpoint can't keep a function; choose it by a number or string, or set "
-                "it in on_epoch_start"
-            )
+        expected = _entry_at(self._expected, path)
+        if expected is not None and _is_same_code(expected, entry):
+            return
+        if self._start_code.get(path) == entry.mark or function_name(entry.value) is not None:
+            return
+        if isinstance(entry.value, types.MethodType):
+            return  # it is put back as a method of its object
+        raise ConfigError(
+            f"[capture] {path} holds {entry.mark} where {before.mark} was when fit() began, which "
+            "a checkpoint can't keep. Use a function that a module of the program has under its "
+            "name, choose it by a number or string, or set it in on_epoch_start"
+        )
+
+    def _functions(self, picture: Picture) -> dict[str, list[Any]]:
+        """Returns functions and methods that are not those of when fit() began: the function's
+        name, the path of the method's object, and where it is held, by path.
+        """
+        functions: dict[str, list[Any]] = {}
+        for path, entry in picture.entries.items():
+            if (
+                entry.sort != REFERENCE
+                or entry.root in LOADER_ROOTS
+                or not entry.place.can_be_set()
+            ):
+                continue
+            before = _entry_at(self._built, path)
+            if not is_function(entry.value) or self.changed_in_forward(path):
+                continue
+            if isinstance(entry.place.holder, type) or entry.place.overrides():
+                continue  # the next epoch sets it (_check_patches)
+            if before is not None and _is_same_code(before, entry):
+                continue
+            owner = f"{path}.__self__"
+            owner = picture.aliases.get(owner, owner)
+            if isinstance(entry.value, types.MethodType):
+                name = entry.value.__name__
+            else:
+                name = function_name(entry.value)
+                owner = ""
+            if name is not None:
+                functions[path] = [name, owner, entry.parent, *_key_of(entry.place)]
+        return functions
 
     def _is_expected(self, entry: Entry) -> bool:
         """Tells whether a resumed run has an object of this class at the same path."""
@@ -735,6 +815,7 @@ class Capture:
             for path, (parent, key) in saved.get("created", {}).items():
                 restorer.create_item(path, parent, key)
                 restorer.picture = self.look()
+            self._restore_functions(restorer, saved)
             # load_state_dict() may replace objects, so it comes after values were put into them
             # what is a part of another array comes after that
             by_sort = sorted(
@@ -752,6 +833,7 @@ class Capture:
             restorer.picture = self.look()
             for path, (first_path, parent, *key) in saved["aliases"].items():
                 restorer.put_alias(path, first_path, parent, key)
+            self._restore_functions(restorer, saved)
             if final:
                 self._remove_new(restorer, saved)
             self._keep_for_loader(saved, arrays)
@@ -774,6 +856,16 @@ class Capture:
                 if is_there(".".join(path.split(".")[:2]))
             }
 
+    def _restore_functions(self, restorer: _Restorer, saved: Mapping[str, Any]) -> None:
+        """Puts back functions and methods, before the values that they hold and after the objects
+        of methods.
+        """
+        functions = saved.get("functions", {})
+        for path, (name, owner, parent, *key) in functions.items():
+            restorer.put_function(path, name, owner, parent, key)
+        if functions:
+            restorer.picture = self.look()
+
     def finish_restore(self) -> None:
         """Checks functions and classes of objects after a resume, when callbacks have started the
         epoch and set what they set at its start.
@@ -792,8 +884,14 @@ class Capture:
         transforms are set to.
         """
         picture = self.look()
-        self._start_classes = {
-            path: entry.mark for path, entry in picture.entries.items() if entry.sort == REFERENCE
+        earlier_code = self._code_at_epoch_end
+        if earlier_code is None:
+            earlier_code = _code_in(self._expected)
+        self._code_at_epoch_end = None
+        self._start_code = {
+            path: describe(value)
+            for path, value in _code_in(picture).items()
+            if earlier_code.get(path) is not value
         }
         self._start_patches = dict(picture.patches)
         self._in_epoch = True
@@ -840,7 +938,11 @@ class Capture:
         for place, parent in reversed(new):
             before = expected.entries.get(parent)
             now = picture.entries.get(parent)
-            if before is None or now is None or before.value is not now.value:
+            if parent in picture.hosts:
+                is_same = self._is_expected_host(parent, picture)
+            else:
+                is_same = before is not None and now is not None and before.value is now.value
+            if not is_same:
                 continue  # another object has this path now
             if place.kind != "cell":
                 place.remove()
@@ -872,16 +974,19 @@ class Capture:
             if entry.sort in (REFERENCE, REDUCED) and entry.root not in LOADER_ROOTS
         }
         for path, (place, _) in expected.alias_places.items():
-            first = expected.entries.get(expected.aliases[path])
+            first_path = expected.aliases[path]
+            first = expected.entries.get(first_path)
             if first is not None and first.sort == REFERENCE and first.root not in LOADER_ROOTS:
                 places[path] = place, first.value
+            elif first_path in expected.hosts:
+                places[path] = place, expected.hosts[first_path]
         for path, (place, value) in places.items():
-            is_code = isinstance(value, type) or is_function(value)
-            if (is_code and isinstance(place.holder, type)) or self.changed_in_forward(path):
+            if (is_code(value) and isinstance(place.holder, type)) or self.changed_in_forward(path):
                 continue  # a class may hold a wrapper of a function
             first_path = picture.aliases.get(path, path)
-            now = picture.entries.get(first_path)
-            if now is None or now.value is not value:
+            entry = picture.entries.get(first_path)
+            now = picture.hosts.get(first_path) if entry is None else entry.value
+            if now is not value:
                 place.set(value)
 
     def _restore_built(
@@ -1018,6 +1123,9 @@ class _Restorer:
             module = sys.modules.get(path.partition(":")[0])
             is_own = module is not None and is_own_file(getattr(module, "__file__", None) or "<>")
             return Place("global", vars(module), encoded) if is_own else None
+        host = self.picture.hosts.get(parent)
+        if host is not None and kind == "attribute":
+            return Place("attribute", host, encoded)
         holder = self.picture.entries.get(parent)
         if holder is None or holder.sort != REFERENCE:
             return None
@@ -1026,6 +1134,33 @@ class _Restorer:
         if kind == "item" and isinstance(holder.value, (dict, list)):
             return Place("item", holder.value, values.decode(encoded, {}))
         return None
+
+    def _place_of(self, path: str, parent: str, key: list[Any]) -> Place | None:
+        """Returns where an object is held, or where it can be put; None if that is nowhere."""
+        entry = self.picture.entries.get(path)
+        if entry is not None:
+            return entry.place
+        if path in self.picture.alias_places:
+            return self.picture.alias_places[path][0]
+        return self._place_for(path, parent, key)
+
+    def put_function(self, path: str, name: str, owner: str, parent: str, key: list[Any]) -> None:
+        """Puts a function of the program, or a method of an object, to a path.
+
+        name: of the function in its module, or of the method. owner: the path of its object.
+        """
+        function: Any = None
+        if not owner:
+            function = values.class_called(name)
+            if function_name(function) != name:
+                function = None
+        elif owner in self.picture.entries:
+            function = bound_method(self.picture.entries[owner].value, name)
+        place = self._place_of(path, parent, key)
+        if function is not None and place is not None and place.set(function):
+            return
+        if self.final:
+            raise self._refuse(path, f"it was the function {name}")
 
     def _put_reduced(self, entry: Entry, parts: list[Any]) -> None:
         """Gives an object of a class in C the state that was saved, or builds one of its class."""
@@ -1041,18 +1176,16 @@ class _Restorer:
 
     def put_alias(self, path: str, first_path: str, parent: str, key: list[Any]) -> None:
         """Puts the object that is at `first_path` also to another path."""
-        first = self.picture.entries.get(first_path)
         if self.picture.aliases.get(path) == first_path:
             return
-        entry = self.picture.entries.get(path)
-        if entry is not None:
-            place: Place | None = entry.place
-        elif path in self.picture.alias_places:
-            place = self.picture.alias_places[path][0]
+        first = self.picture.entries.get(first_path)
+        if first is not None and first.sort in (*_KEPT_SORTS, REFERENCE):
+            target = first.value
         else:
-            place = self._place_for(path, parent, key)
-        can_be_put = first is not None and first.sort in (*_KEPT_SORTS, REFERENCE)
-        if can_be_put and place is not None and place.set(first.value):
+            target = self.picture.hosts.get(first_path)
+        entry = self.picture.entries.get(path)
+        place = self._place_of(path, parent, key)
+        if target is not None and place is not None and place.set(target):
             return
         if self.final and (entry is None or entry.sort not in (SAMPLED, OPAQUE, RESOURCE)):
             raise self._refuse(path, f"it was the object at {first_path}")
@@ -1098,6 +1231,49 @@ class _Restorer:
             f"[resume] {self.name}: {path} can't be put back: {problem}. Create the same objects "
             f"before fit() or in on_fit_start, or {ADVICE}"
         )
+
+
+def _entry_at(picture: Picture, path: str) -> Entry | None:
+    """Returns what is at a path, also if the same object is elsewhere."""
+    return picture.entries.get(path) or picture.entries.get(picture.aliases.get(path, ""))
+
+
+def _is_same_code(before: Entry, after: Entry) -> bool:
+    """Tells whether a function or class is the same; lambdas have equal names."""
+    if before.mark != after.mark or type(before.value) is not type(after.value):
+        return False
+    first, second = (getattr(one.value, "__code__", None) for one in (before, after))
+    return first == second
+
+
+def _code_in(picture: Picture) -> dict[str, Any]:
+    """Returns the functions and classes of a picture by all of their paths."""
+    code = {
+        path: entry.value
+        for path, entry in picture.entries.items()
+        if entry.sort == REFERENCE and is_code(entry.value)
+    }
+    others = {path: code[first] for path, first in picture.aliases.items() if first in code}
+    return {**code, **others}
+
+
+def function_name(value: Any) -> str | None:
+    """Returns the qualified name of a user's own function that its module has under this name;
+    None if it is another value.
+    """
+    if not isinstance(value, types.FunctionType) or not is_own_file(value.__code__.co_filename):
+        return None
+    name = values.qualified_name(value)
+    return name if values.class_called(name) is value else None
+
+
+def bound_method(owner: Any, name: str) -> Any:
+    """Returns a method of an object, of its class's own code; None if there is none."""
+    for base in type(owner).__mro__:
+        function = vars(base).get(name)
+        if isinstance(function, types.FunctionType):
+            return types.MethodType(function, owner)
+    return None
 
 
 def _integer_keys(value: Any) -> set[int]:

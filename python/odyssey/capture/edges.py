@@ -22,7 +22,9 @@ import dataclasses
 import dis
 import enum
 import functools
+import os
 import random
+import re
 import sys
 import sysconfig
 import types
@@ -37,6 +39,7 @@ from . import values
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 _FUNCTIONS += (types.MethodWrapperType, type(str.join), type(object.__init__))
 CACHED = "<cached>"  # in the paths of what a `functools.cached_property` has computed
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")  # the name of a variable of the environment
 _LOADS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME"})
 
 
@@ -44,9 +47,10 @@ class Place(NamedTuple):
     """Where an object holds a value.
 
     Attributes:
-        kind: "attribute", "item", "global", "cell", "state" (what `load_state_dict` takes),
-            "contents" (of an object whose class inherits from one in C), "hook" (a function that
-            is called around others) or "fixed". The last two can't be set.
+        kind: "attribute", "item", "global", "cell", "variable" (of the environment), "state" (what
+            `load_state_dict` takes), "contents" (of an object whose class inherits from one in C),
+            "setting" (an attribute that must not change while a checkpoint is to be written),
+            "hook" (a function that is called around others) or "fixed". The last two can't be set.
         holder: the object, dict, list or cell.
         key: the name of an attribute, or the key of an item.
     """
@@ -57,12 +61,16 @@ class Place(NamedTuple):
 
     def set(self, value: Any) -> bool:
         """Puts another value there. Returns False if that isn't possible."""
-        if self.kind == "attribute":
+        if self.kind in ("attribute", "setting"):
             _set_attribute(self.holder, self.key, value)
         elif self.kind == "item" and isinstance(self.holder, list):
             self.holder[self.key : self.key + 1] = [value]
         elif self.kind in ("item", "global"):
             self.holder[self.key] = value
+        elif self.kind == "variable" and value is None:
+            self.holder.pop(self.key, None)
+        elif self.kind == "variable":
+            self.holder[self.key] = str(value)
         elif self.kind == "state":
             self.holder.load_state_dict(value)
         elif self.kind == "cell":
@@ -318,6 +326,52 @@ def edges_of_object(value: Any, path: str, skip: Iterable[str] = ()) -> list[Edg
     return edges
 
 
+def edges_of_host(host: Any, path: str) -> list[Edge]:
+    """Returns the attributes that the user's code has set on an object that isn't looked into.
+
+    For example, a counter in a subclass of a thread, or a mask on a parameter.
+    """
+    return edges_of_object(host, path, names_set_by(type(host)))
+
+
+@functools.cache
+def names_set_by(kind: type) -> frozenset[str]:
+    """Returns the names of the attributes that the code of a class and its bases sets on its
+    objects, without what the user's own classes among them set.
+    """
+    names: set[str] = set()
+    for base in kind.__mro__:
+        if is_own_class(base) and not issubclass(base, enum.Enum):
+            continue
+        names.update(_HOST_NAMES.get(f"{base.__module__}.{base.__qualname__}", ()))
+        names.update(vars(base).get("__annotations__", ()))
+        for value in vars(base).values():
+            for function in (_code_of(value), getattr(value, "fset", None)):
+                inner = getattr(function, "__wrapped__", function)  # of a decorated method
+                code = getattr(inner, "__code__", None)
+                if isinstance(code, types.CodeType):
+                    names.update(_names_stored_in(code))
+    return frozenset(names)
+
+
+# Names that no code of Python sets, by class.
+_HOST_NAMES = {
+    "enum.Enum": ("_value_", "_name_", "__objclass__", "_sort_order_", "_inverted_"),
+    "torch.nn.parameter.Parameter": ("persistent", "_is_buffer"),
+    "torch.Tensor": ("persistent", "_is_buffer"),
+}
+
+
+def _names_stored_in(code: types.CodeType) -> set[str]:
+    """Returns the attributes that code and the functions inside it set."""
+    stores = (one.argval for one in dis.get_instructions(code) if one.opname == "STORE_ATTR")
+    names = set(stores)
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            names |= _names_stored_in(inner)
+    return names
+
+
 @functools.cache
 def is_cached_property(kind: type, name: str) -> bool:
     """Tells whether an attribute of a class is computed from others when it is first read."""
@@ -358,6 +412,9 @@ def _edges_of_type(kind: type, path: str) -> Iterator[Edge]:
     if not is_own_class(kind) or issubclass(kind, enum.Enum):
         return
     skipped = not_state(kind)
+    meta = type(kind)
+    if is_own_class(meta):
+        yield Edge(class_path(meta), meta, Place("fixed", kind, "__class__"))
     for name, value in sorted(vars(kind).items()):
         if name in ("__dict__", "__weakref__", "__doc__", "__module__", "__slots__", "_not_state"):
             continue
@@ -411,6 +468,30 @@ def _edges_of_function(function: Any, path: str) -> Iterator[Edge]:
         for name, value in sorted(vars(function).items()):
             yield Edge(f"{path}.{name}", value, Place("attribute", function, name))
         yield from _edges_of_globals(function)
+        yield from _edges_of_environment(function)
+
+
+def _edges_of_environment(function: types.FunctionType) -> Iterator[Edge]:
+    """Yields the variables of the environment that a user's own function names, if it uses the
+    environment at all; None stands for one that is not set.
+    """
+    names, attributes = names_in(function.__code__)
+    if "environ" not in names and "environ" not in attributes:
+        return
+    globals_read = (function.__globals__.get(name) for name in names)
+    texts = {*_texts_in(function.__code__), *(one for one in globals_read if type(one) is str)}
+    for name in sorted(filter(_VARIABLE.fullmatch, texts)):
+        place = Place("variable", os.environ, name)
+        yield Edge(f"os:environ[{name!r}]", os.environ.get(name), place)
+
+
+def _texts_in(code: types.CodeType) -> set[str]:
+    """Returns the strings in code and in the functions inside it."""
+    texts = {one for one in code.co_consts if type(one) is str}
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            texts |= _texts_in(inner)
+    return texts
 
 
 def _edges_of_globals(function: types.FunctionType) -> Iterator[Edge]:

@@ -155,7 +155,7 @@ def is_named_tuple(value: Any) -> bool:
     kind = type(value)
     if not isinstance(value, tuple) or kind is tuple or not hasattr(kind, "_fields"):
         return False
-    return not hasattr(value, "__dict__") and _class_called(qualified_name(kind)) is kind
+    return not hasattr(value, "__dict__") and class_called(qualified_name(kind)) is kind
 
 
 def is_immutable(value: Any) -> bool:
@@ -331,7 +331,7 @@ def _decode(node: Any, arrays: Mapping[str, Any]) -> Any:
     return _by_name[name].build(parts)
 
 
-def _class_called(name: str) -> Any:
+def class_called(name: str) -> Any:
     """Returns what the program has under a qualified name; None if there is nothing."""
     home = name
     while home not in sys.modules and "." in home:
@@ -347,7 +347,7 @@ def _enum_called(name: str) -> type[enum.Enum]:
 
     Raises ValueError: there is none.
     """
-    one = _class_called(name)
+    one = class_called(name)
     if not (isinstance(one, type) and issubclass(one, enum.Enum)):
         raise ValueError(f"the program has no enum {name}")
     return one
@@ -364,7 +364,7 @@ def _build_named_tuple(name: str, items: list[Any]) -> tuple:
 
     Raises ValueError: there is no such class, or it has other fields.
     """
-    one = _class_called(name)
+    one = class_called(name)
     is_class = isinstance(one, type) and issubclass(one, tuple)
     if not is_class or len(getattr(one, "_fields", ())) != len(items) or not items:
         raise ValueError(f"the program has no named tuple {name} of {len(items)} fields")

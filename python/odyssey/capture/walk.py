@@ -14,6 +14,9 @@ these sorts:
     resource    a file, lock, process or logger (resources.py): only that one is there
     opaque      the rest: only that it is still the same object counts
 
+Parameters, enum members and resources of the user's own classes are hosts: they are not looked
+into, but attributes that the user's code has set on them are walked.
+
 Below the data set, a large array or container is sampled: reading all of it at each checkpoint
 would take longer than writing the checkpoint.
 """
@@ -22,16 +25,28 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
 import inspect
 import types
 import warnings
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from . import values
-from .edges import Edge, Place, attributes_of, edges_of, is_function, not_state
+from .edges import (
+    Edge,
+    Edges,
+    Place,
+    attributes_of,
+    class_path,
+    edges_of,
+    edges_of_host,
+    is_function,
+    is_own_class,
+    not_state,
+)
 from .resources import is_holder_class, is_resource
 
 # The roots below which large values are sampled, and what is large there.
@@ -85,11 +100,12 @@ class Picture:
         aliases: the path by which an object was met first, by its other paths. It is "" for
             objects that checkpoints hold in another way.
         alias_places: the other places of objects, and the paths of what holds them there, by path.
-            Functions and classes are not among them.
+            Functions in classes are not among them.
         patches: the names of functions that are hooks, or that an object has in place of a method
             of its class, by path.
         holders: class names of resources that hold data, such as queues, by path. Those of loaders
             are not among them.
+        hosts: objects by path that are not looked into, and may have attributes that are.
     """
 
     entries: dict[str, Entry] = dataclasses.field(default_factory=dict)
@@ -97,6 +113,7 @@ class Picture:
     alias_places: dict[str, tuple[Place, str]] = dataclasses.field(default_factory=dict)
     patches: dict[str, str] = dataclasses.field(default_factory=dict)
     holders: dict[str, str] = dataclasses.field(default_factory=dict)
+    hosts: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
     kept_alive: list[Any] = dataclasses.field(default_factory=list, repr=False)
 
     def marks(self) -> dict[str, str]:
@@ -145,8 +162,8 @@ class _Walker:
         self.picture = Picture()
         self.seen: dict[int, str] = {}  # the first path of an object, by its id
         self.root = ""
-        # what is to be looked into next: its path and what it is
-        self.waiting: collections.deque[tuple[str, Any]] = collections.deque()
+        # what is to be looked into next: its path, what it is, and the function that does it
+        self.waiting: collections.deque[tuple[str, Any, Edges]] = collections.deque()
 
     def follow(self, name: str, root: Any) -> None:
         """Walks from one root, nearest objects first."""
@@ -164,9 +181,9 @@ class _Walker:
 
     def look_into_waiting(self) -> None:
         while self.waiting:
-            path, value = self.waiting.popleft()
+            path, value, look_into = self.waiting.popleft()
             try:
-                for edge in edges_of(value, path):
+                for edge in look_into(value, path):
                     self.meet(edge, path)
             except RuntimeError as problem:
                 if "during iteration" in str(problem):
@@ -196,14 +213,30 @@ class _Walker:
         if is_patch and self.root not in LOADER_ROOTS and not is_resource(value):
             self.picture.patches[edge.path] = describe(value)
         identity = id(value)
-        if identity in self.seen or identity in self.kept:
-            self.note_alias(edge, parent, self.seen.get(identity, ""))
+        if identity in self.seen:
+            self.note_alias(edge, parent, self.seen[identity])
             return
-        if self.known.get(identity, edge.path) != edge.path:
+        if identity in self.kept:
+            self.seen[identity] = edge.path
+            self.note_alias(edge, parent, "")
+            self.add_host(edge.path, value)
+            return
+        if self.known.get(identity, edge.path) != edge.path and own_path_of(value) is None:
             self.moved.append((edge, parent, self.root))
+            return
+        path_of_class = own_path_of(value)
+        if path_of_class is not None and edge.path != path_of_class:
+            # it has one path, whether objects, functions or attributes lead to it
+            self.meet(Edge(path_of_class, value, Place("fixed", None, path_of_class)), "")
+            self.note_alias(edge, parent, path_of_class)
             return
         if not values.is_immutable(value):
             self.seen[identity] = edge.path
+        self.sort_out(edge, parent)
+
+    def sort_out(self, edge: Edge, parent: str) -> None:
+        """Notes an object that is met for the first time, by its sort."""
+        value = edge.value
         if len(self.seen) > MOST_OBJECTS:
             self.note(edge, parent, OPAQUE, "more objects than one walk looks into")
             return
@@ -211,24 +244,43 @@ class _Walker:
             self.note(edge, parent, SAMPLED, sample(value))
         elif values.is_value(value) and not self.holds_kept(value):
             self.note(edge, parent, VALUE, values.mark(value))
+            self.add_members([value])
         elif is_resource(value):
             place = edge.place
             self.note(Edge(edge.path, None, place), parent, RESOURCE, describe(value))
-            if is_holder_class(kind) and self.root not in LOADER_ROOTS:
+            if not isinstance(value, BaseException) and is_own_class(type(value)):
+                self.add_host(edge.path, value)
+            if is_holder_class(type(value)) and self.root not in LOADER_ROOTS:
                 self.picture.holders[edge.path] = describe(value)
         elif _is_object_with_edges(value):
             self.note(edge, parent, REFERENCE, describe(value))
-            self.waiting.append((edge.path, value))
+            self.waiting.append((edge.path, value, edges_of))
+            if isinstance(value, type) and issubclass(value, enum.Enum):
+                self.add_members(value.__members__.values())
             self.meet_state_dict(edge)
         else:
             self.meet_reduced(edge, parent)
+
+    def add_members(self, members: Iterable[Any]) -> None:
+        """Has the attributes of members of the user's own enums looked into."""
+        for member in members:
+            if isinstance(member, enum.Enum) and is_own_class(type(member)):
+                self.add_host(f"{class_path(type(member))}.{member.name}", member)
+
+    def add_host(self, path: str, value: Any) -> None:
+        """Has the attributes looked into that the user's code has set on an object."""
+        if path not in self.picture.hosts:
+            self.picture.hosts[path] = value
+            if attributes_of(value) is not None:
+                self.waiting.append((path, value, edges_of_host))
 
     def note_alias(self, edge: Edge, parent: str, first_path: str) -> None:
         """Notes another path of an object, and where it is held there."""
         self.picture.aliases.setdefault(edge.path, first_path)
         can_be_set = edge.place.kind not in ("fixed", "hook", "contents")
-        is_code = isinstance(edge.value, type) or is_function(edge.value)
-        if first_path and can_be_set and not is_code:
+        # a class may hold a wrapper of a function
+        is_of_class = isinstance(edge.place.holder, type) and is_code(edge.value)
+        if first_path and can_be_set and not is_of_class:
             self.picture.alias_places.setdefault(edge.path, (edge.place, parent))
 
     def holds_kept(self, value: Any) -> bool:
@@ -308,6 +360,21 @@ def describe(value: Any) -> str:
         base = list if isinstance(value, list) else tuple
         return f"{type(value).__name__} of {base.__len__(value)}"
     return values.qualified_name(type(value))
+
+
+def own_path_of(value: Any) -> str | None:
+    """Returns the path of a user's own class that its module has under its name; None if it is
+    another value.
+    """
+    if not isinstance(value, type) or not is_own_class(value):
+        return None
+    name = values.qualified_name(value)
+    return class_path(value) if values.class_called(name) is value else None
+
+
+def is_code(value: Any) -> bool:
+    """Tells whether a value is a function or a class."""
+    return isinstance(value, type) or is_function(value)
 
 
 def has_state_dict(value: Any) -> bool:

@@ -7,8 +7,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..callbacks import Callback
-from ..capture import Edge, Place, edges_of_object, register_edges, register_walkable
+from ..callbacks import Callback, Context
+from ..capture import (
+    Edge,
+    Place,
+    edges_of_host,
+    edges_of_object,
+    register_edges,
+    register_walkable,
+)
 from ..core.tensor import Parameter
 from ..data import DataLoader, transforms
 from ..data.datasets import Described
@@ -23,6 +30,8 @@ if TYPE_CHECKING:
 
 # Attributes of data sets, as torchvision calls them, that are functions of a sample.
 _TRANSFORMS = ("transform", "target_transform", "transforms")
+# What decides the batches of a loader, so the position of a checkpoint holds for these alone.
+_LOADER_SETTINGS = ("batch_size", "drop_last", "seed", "shuffle")
 _DEEPEST = 5  # data sets inside one another whose transforms are roots
 
 
@@ -47,6 +56,8 @@ def roots_of(trainer: Trainer) -> dict[str, Any]:
         **({} if "whole_set" not in parts else parts["whole_set"].roots()),
         **_roots_of_loader(context.loader),
         **callbacks,
+        "trainer": trainer,
+        "context": context,
     }
 
 
@@ -108,7 +119,16 @@ def _edges_of_optimizer(optimizer: Optimizer, path: str) -> Iterator[Edge]:
     yield from edges_of_object(optimizer, path, skip=Optimizer._internal)
 
 
+def _edges_of_loader(loader: DataLoader, path: str) -> Iterator[Edge]:
+    """Yields the settings of a loader, and the attributes that the user's code has set on it."""
+    for name in _LOADER_SETTINGS:
+        yield Edge(f"{path}.{name}", vars(loader).get(name), Place("setting", loader, name))
+    yield from edges_of_host(loader, path)
+
+
 register_edges(Module, _edges_of_module)
+register_edges(DataLoader, _edges_of_loader)
+register_edges(Context, edges_of_host)
 register_edges(Parameter, _edges_of_parameter)
 register_edges(Optimizer, _edges_of_optimizer)
 register_walkable(
@@ -117,6 +137,8 @@ register_walkable(
     Optimizer,
     LambdaLR,
     Callback,
+    Context,
+    DataLoader,
     Described,
     Metric,
     Running,

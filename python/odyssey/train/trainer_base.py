@@ -28,7 +28,7 @@ from .. import data as datasets
 from ..base.paths import expand_path
 from ..base.uncopied import uncopied
 from ..callbacks import Callback, Context
-from ..capture import Capture
+from ..capture import Capture, edges_of_host, register_edges, register_walkable
 from ..checkpoints import Snapshot
 from ..checkpoints.trainable import KEEP, Evaluation, History, Mode, Saving, Step, Tally
 from ..comm import Communicator
@@ -517,3 +517,7 @@ class Trainer:
 
     def read_again(self, loader: Any, epoch: int, step: int, begun: bool) -> datasets.Batch | None:
         return self.feed.read_again(loader, epoch, step, begun)
+
+
+register_walkable(Trainer)
+register_edges(Trainer, edges_of_host)
