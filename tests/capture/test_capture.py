@@ -357,9 +357,9 @@ def _become(name: str, value: Any) -> Any:
             r"model\.x\.<contents> has changed .* from 3 to 4",
         ),
         (
-            lambda: holder(x=(1, holder())),
-            lambda node: setattr(node, "x", (2, node.x[1])),
-            r"model\.x\[0\] has changed",
+            lambda: holder(x=((1, holder()), 1)),
+            lambda node: setattr(node, "x", ((2, node.x[0][1]), 1)),
+            r"model\.x\[0\] holds other objects",
         ),
     ],
 )

@@ -305,6 +305,49 @@ class OrderedDicts(Kind):
         return sum(n * ord(c) for n, c in enumerate(words)) % 97 + sizes
 
 
+class Tuples(Kind):
+    """Objects that are put into new tuples, lists and dicts, or are swapped."""
+
+    def __init__(self):
+        self.first, self.second = Item(1), Item(2)
+        self.pair = (self.first, self.second)
+        self.order = (self.first, 3)
+        self.queue = None
+
+    def change(self, context, rng):
+        which = rng.randrange(7)
+        some = [self.first, self.second, *self.pair]
+        if which == 0:
+            self.first, self.second = self.second, self.first
+        elif which == 1:
+            self.pair = (rng.choice(some), rng.choice(some))
+        elif which == 2:
+            self.order = (rng.choice(some), rng.randrange(5))
+        elif which == 3:
+            self.queue = [rng.choice([self.first, self.second]), rng.randrange(3)]
+        elif which == 4:
+            self.queue = {"a": self.first, "b": [self.second, [rng.randrange(3)]]}
+        elif which == 5:
+            self.queue = None
+        else:
+            self.queue = rng.choice([(), (self.first,), (1, self.second, [2])])
+        self.first.size += 1
+        self.pair[0].size += rng.randrange(3)
+
+    def number(self, context):
+        sizes = [one.size for one in (self.first, self.second, *self.pair, self.order[0])]
+        return sum((n + 1) * s for n, s in enumerate(sizes)) + self.order[1] + flat(self.queue)
+
+
+def flat(value: Any) -> float:
+    """Returns a number that depends on all items of lists, tuples and dicts of objects."""
+    if isinstance(value, dict):
+        return flat(list(value.values()))
+    if isinstance(value, (list, tuple)):
+        return sum((n + 1) * flat(item) for n, item in enumerate(value))
+    return value.size if isinstance(value, Item) else float(value or 0)
+
+
 class Arrays(Kind):
     """Slices of arrays, and arrays in lists, that steps store."""
 
@@ -364,6 +407,10 @@ KINDS = (
     OnClasses,
     InEnvironment,
     Functions,
+    ReplacedLists,
+    OrderedDicts,
+    Tuples,
+    Arrays,
     Parameters,
 )
 

@@ -20,8 +20,9 @@ import numpy as np
 
 from ..core.fingerprint import hash_of
 from ..errors import CheckpointError, ConfigError
-from . import values
+from . import containers, values
 from .edges import CACHED, Place, is_function, is_own_file
+from .sharing import Sharing, find_shared, separate, share
 from .walk import (
     LOADER_ROOTS,
     OPAQUE,
@@ -105,6 +106,9 @@ class Capture:
         self._known: dict[int, str] = {}  # paths of its objects by id
         # classes of hosts (walk.py) that exist when fit() begins, or the first epoch starts
         self._expected_hosts: dict[str, type] = {}
+        # items of tuples, and keys of dicts of objects, by path
+        self._expected_tuples: dict[str, list[str]] = {}
+        self._expected_orders: dict[str, list[Any]] = {}
         self._announced: set[str] = set()
         # functions and classes that a resumed run must have when its epoch has started
         self._unchecked_classes: tuple[str, dict[str, str]] | None = None
@@ -133,6 +137,8 @@ class Capture:
         """Takes what there is now as what the program has built."""
         self._known = {}
         self._expected_hosts = {}
+        self._expected_tuples = {}
+        self._expected_orders = {}
         self._built = self.look()
         self._marks = self._built.marks()
         self._expect(self._built)
@@ -208,6 +214,14 @@ class Capture:
             for path, entry in picture.entries.items()
         }
         self._expected = Picture(entries, picture.aliases, picture.alias_places)
+        # a resumed run has put values back when its first epoch starts, so the first look counts
+        signatures = {
+            path: containers.signature(picture, entry)
+            for path, entry in picture.entries.items()
+            if containers.is_tuple(entry)
+        }
+        self._expected_tuples = {**signatures, **self._expected_tuples}
+        self._expected_orders = {**_orders_in(picture), **self._expected_orders}
         self._expected_hosts.update({path: type(one) for path, one in picture.hosts.items()})
         kept_ids = self._kept()
         # not the other hosts: a file must close when the program drops it
@@ -282,9 +296,11 @@ class Capture:
         """
         whole_picture = self.look()
         picture = self._without_objects_of_epoch(whole_picture)
-        self._check_kept(picture)
+        tuples = self._changed_tuples(picture, arrays)
+        self._check_kept(picture, tuples)
         self._announce(picture.holders)
         saved = self._changed_values(picture, arrays)
+        saved = {path: item for path, item in saved.items() if item[3] not in tuples}
         holders: dict[str, list[str]] = {}
         for _, _, _, parent, *_ in saved.values():
             holder = picture.entries.get(parent)
@@ -310,6 +326,14 @@ class Capture:
             "aliases": self._changed_aliases(picture),
             "epoch start": epoch_start,
             "functions": self._functions(picture),
+            "containers": self._new_containers(picture),
+            "tuples": tuples,
+            "orders": {
+                path: keys
+                for path, keys in _orders_in(picture).items()
+                if self._expected_orders.get(path) != keys
+            },
+            "shared": find_shared(picture, self._sharing_entries(picture)).to_json(),
             "classes": {**holders, **replaced},
             "patches": self._changed_patches(picture),
             "created": {
@@ -586,8 +610,11 @@ class Capture:
             copies = {name: np.array(arrays[name]) for name in names}
             self._epoch_start = int(epoch_start["epoch"]), dict(epoch_start["values"]), copies
 
-    def _check_kept(self, picture: Picture) -> None:
-        """Raises ConfigError: a value has become something that a checkpoint can't keep."""
+    def _check_kept(self, picture: Picture, tuples: Container[str]) -> None:
+        """Raises ConfigError: a value has become something that a checkpoint can't keep.
+
+        tuples: paths of those that are kept as a whole.
+        """
         self._check_patches(picture)
         kept_ids = self._kept()
         for path, entry in picture.entries.items():
@@ -613,7 +640,7 @@ class Capture:
                     f"{entry.mark} now. The position in a checkpoint counts batches of the first "
                     "setting; call fit() again with another DataLoader to change it"
                 )
-            if entry.root in LOADER_ROOTS:
+            if entry.root in LOADER_ROOTS or entry.parent in tuples or path in tuples:
                 continue
             if entry.sort == OPAQUE and before is not None and before.value is not entry.value:
                 was = _in_words(before)
@@ -634,6 +661,7 @@ class Capture:
                 and not self._is_expected(entry)
                 and not is_function(entry.value)
                 and not self._is_new_item(entry)
+                and not (containers.is_list_or_dict(entry) and entry.place.can_be_set())
                 and self._has_values(picture, path)
             ):
                 raise ConfigError(
@@ -702,6 +730,59 @@ class Capture:
             "a checkpoint can't keep. Use a function that a module of the program has under its "
             "name, choose it by a number or string, or set it in on_epoch_start"
         )
+
+    def _new_containers(self, picture: Picture) -> dict[str, list[Any]]:
+        """Returns lists and dicts of objects that a step has created: class, keys, and where they
+        are held, by path.
+        """
+        created: dict[str, list[Any]] = {}
+        for path, entry in picture.entries.items():
+            if not containers.is_list_or_dict(entry) or self._is_expected(entry):
+                continue
+            keys = containers.keys_of(entry.value)
+            is_excluded = entry.root in LOADER_ROOTS or self.changed_in_forward(path)
+            if keys is not None and not is_excluded and entry.place.can_be_set():
+                kind = type(entry.value).__name__
+                created[path] = [kind, keys, entry.parent, *_key_of(entry.place)]
+        return created
+
+    def _changed_tuples(
+        self, picture: Picture, arrays: dict[str, np.ndarray]
+    ) -> dict[str, list[Any]]:
+        """Returns tuples of objects that hold others than when the first epoch started: class,
+        items, and where they are held, by path.
+
+        Raises ConfigError: a tuple holds what a resumed run can't put there.
+        """
+        changed: dict[str, list[Any]] = {}
+        for path, entry in picture.entries.items():
+            if not containers.is_tuple(entry) or entry.root in LOADER_ROOTS:
+                continue
+            before = self._expected_tuples.get(path)
+            now = containers.signature(picture, entry)
+            if before == now or self.changed_in_forward(path):
+                continue
+            parts = containers.parts_of(picture, entry, self._is_expected, arrays)
+            if parts is not None and entry.place.can_be_set():
+                kind = containers.name_of_tuple(entry.value)
+                changed[path] = [kind, parts, entry.parent, *_key_of(entry.place)]
+            elif before is not None:
+                raise ConfigError(
+                    f"[capture] {path} holds other objects than when fit() began, which a resumed "
+                    f"run can't put there; hold them in a list, or {ADVICE}"
+                )
+        return changed
+
+    def _sharing_entries(self, picture: Picture) -> list[Entry]:
+        """Returns the values that checkpoints hold, without those of loaders."""
+        return [
+            entry
+            for path, entry in picture.entries.items()
+            if entry.sort == VALUE
+            and type(entry.value) not in values.PLAIN
+            and entry.root not in LOADER_ROOTS
+            and not self.changed_in_forward(path)
+        ]
 
     def _functions(self, picture: Picture) -> dict[str, list[Any]]:
         """Returns functions and methods that are not those of when fit() began: the function's
@@ -809,13 +890,14 @@ class Capture:
         self._check_built(saved, name)
         self.by_forward.update(saved["by forward"])
         self._restore_objects()
-        restorer = _Restorer(self.look(), name, final)
+        picture = self.look()
+        shared = Sharing.from_json(saved.get("shared", {"groups": (), "windows": ()}))
+        if separate(picture, self._sharing_entries(picture), shared):
+            picture = self.look()
+        restorer = _Restorer(picture, name, final)
         self._restore_built(restorer, saved)
         try:
-            for path, (parent, key) in saved.get("created", {}).items():
-                restorer.create_item(path, parent, key)
-                restorer.picture = self.look()
-            self._restore_functions(restorer, saved)
+            self._restore_containers(restorer, saved)
             # load_state_dict() may replace objects, so it comes after values were put into them
             # what is a part of another array comes after that
             by_sort = sorted(
@@ -833,7 +915,7 @@ class Capture:
             restorer.picture = self.look()
             for path, (first_path, parent, *key) in saved["aliases"].items():
                 restorer.put_alias(path, first_path, parent, key)
-            self._restore_functions(restorer, saved)
+            self._restore_links(restorer, saved, arrays, shared)
             if final:
                 self._remove_new(restorer, saved)
             self._keep_for_loader(saved, arrays)
@@ -865,6 +947,50 @@ class Capture:
             restorer.put_function(path, name, owner, parent, key)
         if functions:
             restorer.picture = self.look()
+
+    def _restore_containers(self, restorer: _Restorer, saved: Mapping[str, Any]) -> None:
+        """Creates what holds values and objects: items of a `defaultdict`, functions, lists and
+        dicts.
+        """
+        for path, (parent, key) in saved.get("created", {}).items():
+            restorer.create_item(path, parent, key)
+            restorer.picture = self.look()
+        self._restore_functions(restorer, saved)
+        if not restorer.final:
+            return  # on_fit_start may create the others, or add to them
+        for path, (kind, keys, parent, *key) in saved.get("containers", {}).items():
+            restorer.put_container(path, kind, keys, parent, key)
+            restorer.picture = self.look()
+
+    def _restore_links(
+        self,
+        restorer: _Restorer,
+        saved: Mapping[str, Any],
+        arrays: Mapping[str, Any],
+        shared: Sharing,
+    ) -> None:
+        """Puts back what leads to objects and values that are there now: methods, tuples, the same
+        value at several places, and the order of dicts.
+        """
+        self._restore_functions(restorer, saved)
+        if restorer.final:
+            restorer.picture = self.look()
+            for path, entry in restorer.picture.entries.items():
+                if type(entry.value) is containers.Unfilled:
+                    raise restorer.refuse(path, "the program has no such object")
+            self._restore_tuples(restorer, saved, arrays)
+        if shared.groups or shared.windows:
+            share(self.look(), shared)
+        if restorer.final:
+            restorer.put_in_order({**self._expected_orders, **saved.get("orders", {})})
+
+    def _restore_tuples(
+        self, restorer: _Restorer, saved: Mapping[str, Any], arrays: Mapping[str, Any]
+    ) -> None:
+        """Puts back tuples of objects, after the objects themselves."""
+        tuples = saved.get("tuples", {})
+        for path, (kind, parts, parent, *key) in tuples.items():
+            restorer.put_tuple(path, kind, parts, arrays, parent, key)
 
     def finish_restore(self) -> None:
         """Checks functions and classes of objects after a resume, when callbacks have started the
@@ -1003,12 +1129,18 @@ class Capture:
         go back to its last checkpoint.
         """
         built_late = self._built_late(restorer.picture)
+        tuples = saved.get("tuples", ())
         for path, entry in list(restorer.picture.entries.items()):
-            if entry.sort not in _KEPT_SORTS or path in saved["values"] or path not in self._marks:
+            if entry.sort not in _KEPT_SORTS or path not in self._marks:
                 continue
-            if entry.mark == self._marks[path] or self.changed_in_forward(path):
+            if path in saved["values"] or entry.parent in tuples:
                 continue
-            if self._is_cache(entry, built_late) or (roots and entry.root not in roots):
+            is_excluded = self.changed_in_forward(path) or self._is_cache(entry, built_late)
+            if (
+                entry.mark == self._marks[path]
+                or is_excluded
+                or (roots and entry.root not in roots)
+            ):
                 continue
             if path not in self._copies:
                 raise CheckpointError(
@@ -1027,7 +1159,7 @@ class Capture:
             if is_missing and path in self._copies:
                 node, arrays = self._copies[path]
                 built = self._built.entries[path]
-                if roots and built.root not in roots:
+                if (roots and built.root not in roots) or built.parent in tuples:
                     continue
                 if self._has_same_parent(built.parent, picture) and path not in saved["removed"]:
                     restorer.put(path, built.sort, node, arrays, built.parent, _key_of(built.place))
@@ -1071,7 +1203,7 @@ class _Restorer:
                 return
             # the program has let go of an object
             if sort != VALUE or not entry.place.set(values.decode(node, arrays)):
-                raise self._refuse(path, f"it is a {entry.mark} now")
+                raise self.refuse(path, f"it is a {entry.mark} now")
             return
         value = values.decode(node, arrays)
         # a part of an array may have got its values with the whole
@@ -1087,7 +1219,7 @@ class _Restorer:
         elif entry.place.kind != "contents" and values.put_into(entry.value, value):
             return
         elif not entry.place.set(value):
-            raise self._refuse(path, "nothing holds it that can be changed")
+            raise self.refuse(path, "nothing holds it that can be changed")
 
     def _create(
         self,
@@ -1102,11 +1234,11 @@ class _Restorer:
         place = self._place_for(path, parent, key)
         if place is None or sort != VALUE:
             if self.final:
-                raise self._refuse(path, "the program has no such object at its first step")
+                raise self.refuse(path, "the program has no such object at its first step")
             return
         value = values.decode(node, arrays)
         if not place.set(value):
-            raise self._refuse(path, "nothing holds it that can be changed")
+            raise self.refuse(path, "nothing holds it that can be changed")
 
     def create_item(self, path: str, parent: str, key: Any) -> None:
         """Has a `defaultdict` create an object, as it did before the checkpoint."""
@@ -1115,7 +1247,7 @@ class _Restorer:
         if isinstance(items, collections.defaultdict) and items.default_factory is not None:
             items[values.decode(key, {})]  # noqa: B018 (this is what creates it)
         elif self.final:
-            raise self._refuse(path, "no defaultdict is there any more that creates it")
+            raise self.refuse(path, "no defaultdict is there any more that creates it")
 
     def _place_for(self, path: str, parent: str, key: list[Any]) -> Place | None:
         kind, encoded = key or ("fixed", None)
@@ -1160,7 +1292,44 @@ class _Restorer:
         if function is not None and place is not None and place.set(function):
             return
         if self.final:
-            raise self._refuse(path, f"it was the function {name}")
+            raise self.refuse(path, f"it was the function {name}")
+
+    def put_container(
+        self, path: str, kind: str, keys: list[Any], parent: str, key: list[Any]
+    ) -> None:
+        """Creates a list or dict, whose items are put there afterwards."""
+        entry = self.picture.entries.get(path)
+        if entry is not None and entry.sort == REFERENCE and type(entry.value).__name__ == kind:
+            if containers.keys_of(entry.value) == keys:
+                return
+        place = self._place_of(path, parent, key)
+        if place is None or not place.set(containers.build(kind, keys)):
+            raise self.refuse(path, f"it was a {kind} of {len(keys)} objects")
+
+    def put_tuple(
+        self,
+        path: str,
+        kind: str,
+        parts: list[Any],
+        arrays: Mapping[str, Any],
+        parent: str,
+        key: list[Any],
+    ) -> None:
+        """Builds a tuple of objects that are there."""
+        items = containers.build_tuple(kind, parts, self.picture, arrays)
+        entry = self.picture.entries.get(path)
+        if items is not None and entry is not None and containers.has_items(entry.value, items):
+            return
+        place = self._place_of(path, parent, key)
+        if items is None or place is None or not place.set(items):
+            raise self.refuse(path, f"it was a tuple of {len(parts)}")
+
+    def put_in_order(self, orders: Mapping[str, list[Any]]) -> None:
+        """Gives dicts of objects the order of their keys."""
+        for path, keys in orders.items():
+            entry = self.picture.entries.get(path)
+            if entry is not None and entry.sort == REFERENCE and isinstance(entry.value, dict):
+                containers.put_in_order(entry.value, keys)
 
     def _put_reduced(self, entry: Entry, parts: list[Any]) -> None:
         """Gives an object of a class in C the state that was saved, or builds one of its class."""
@@ -1171,7 +1340,7 @@ class _Restorer:
             return
         kind = type(target)
         if items is not None or state is not None or kind.__module__ not in ("itertools",):
-            raise self._refuse(entry.path, f"a {kind.__qualname__} can't be set")
+            raise self.refuse(entry.path, f"a {kind.__qualname__} can't be set")
         entry.place.set(kind(*arguments))
 
     def put_alias(self, path: str, first_path: str, parent: str, key: list[Any]) -> None:
@@ -1188,7 +1357,7 @@ class _Restorer:
         if target is not None and place is not None and place.set(target):
             return
         if self.final and (entry is None or entry.sort not in (SAMPLED, OPAQUE, RESOURCE)):
-            raise self._refuse(path, f"it was the object at {first_path}")
+            raise self.refuse(path, f"it was the object at {first_path}")
 
     def remove(self, path: str) -> None:
         """Removes a value or object that the program has built, and that had gone at the
@@ -1200,7 +1369,7 @@ class _Restorer:
         else:
             place, _ = self.picture.alias_places.get(path, (None, ""))
         if place is not None and not place.remove():
-            raise self._refuse(path, "it was gone, and can't be removed")
+            raise self.refuse(path, "it was gone, and can't be removed")
 
     def check_classes(self, classes: Mapping[str, str]) -> None:
         """Raises CheckpointError: a function or object is another than at the checkpoint."""
@@ -1209,28 +1378,40 @@ class _Restorer:
             if path in self.picture.aliases:
                 continue
             if entry is None:
-                raise self._refuse(path, f"it was a {saved_name}, and is missing")
+                raise self.refuse(path, f"it was a {saved_name}, and is missing")
             if entry.sort in (OPAQUE, RESOURCE):
                 continue
             # a list may be longer than before it was restored, or than on_epoch_start has made it
             name = describe(entry.value) if entry.sort == REFERENCE else entry.mark
             if _without_length(name) != _without_length(saved_name):
-                raise self._refuse(path, f"it was {saved_name}, and is {name}")
+                raise self.refuse(path, f"it was {saved_name}, and is {name}")
 
     def check_patches(self, patches: Mapping[str, str]) -> None:
         """Raises CheckpointError: a hook or replaced method is another than at the checkpoint."""
         for path, saved_name in patches.items():
             name = self.picture.patches.get(path, "")
             if name != saved_name:
-                raise self._refuse(
+                raise self.refuse(
                     path, f"it was {saved_name or 'not set'}, and is {name or 'not set'}"
                 )
 
-    def _refuse(self, path: str, problem: str) -> CheckpointError:
+    def refuse(self, path: str, problem: str) -> CheckpointError:
         return CheckpointError(
             f"[resume] {self.name}: {path} can't be put back: {problem}. Create the same objects "
             f"before fit() or in on_fit_start, or {ADVICE}"
         )
+
+
+def _orders_in(picture: Picture) -> dict[str, list[Any]]:
+    """Returns the keys of dicts of objects as JSON has them, in their order, by path."""
+    orders = {
+        path: containers.keys_of(entry.value)
+        for path, entry in picture.entries.items()
+        if isinstance(entry.value, dict)
+        and entry.sort == REFERENCE
+        and entry.root not in LOADER_ROOTS
+    }
+    return {path: keys for path, keys in orders.items() if keys is not None}
 
 
 def _entry_at(picture: Picture, path: str) -> Entry | None:

@@ -41,7 +41,7 @@ MOST_BITS = 10_000  # of an integer in a mark; Python prints no much longer ones
 DEPTH = 40  # containers inside one another that are followed
 
 _DTYPE = re.compile(r"[<>|=][A-Za-z]\d+(\[\d*[A-Za-z]+\])?")
-_PLAIN = frozenset({bool, int, float, str, type(None)})
+PLAIN = frozenset({bool, int, float, str, type(None)})
 _TAG = "\0"  # starts the only key of a JSON object that stands for something else
 
 
@@ -117,7 +117,7 @@ def _is_value(value: Any, depth: int, looked_into: dict[int, bool]) -> bool:
     a container that leads back to itself is no value.
     """
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in PLAIN:
         return True
     if kind in _CONTAINERS or is_named_tuple(value):
         identity = id(value)
@@ -142,7 +142,7 @@ def _has_values(container: Any, depth: int, looked_into: dict[int, bool]) -> boo
     items = _items_of(container)
     # the types of a long list of numbers are found without a loop in Python
     types = set(map(type, items))
-    return types <= _PLAIN or all(_is_value(item, depth + 1, looked_into) for item in items)
+    return types <= PLAIN or all(_is_value(item, depth + 1, looked_into) for item in items)
 
 
 def is_container(value: Any) -> bool:
@@ -160,7 +160,7 @@ def is_named_tuple(value: Any) -> bool:
 
 def is_immutable(value: Any) -> bool:
     """Tells whether a value can't change, so that several owners of it share nothing."""
-    if isinstance(value, (*_PLAIN, tuple, frozenset, enum.Enum)):
+    if isinstance(value, (*PLAIN, tuple, frozenset, enum.Enum)):
         return True
     kind = kind_of(value)
     return kind is not None and kind.put is None
@@ -324,7 +324,7 @@ def _decode(node: Any, arrays: Mapping[str, Any]) -> Any:
         return _flag_of(_enum_called(class_name), number)
     if name == "named tuple":
         class_name, items = inner
-        return _build_named_tuple(class_name, [_decode(item, arrays) for item in items])
+        return build_named_tuple(class_name, [_decode(item, arrays) for item in items])
     parts = _decode(inner, arrays)
     if name in _containers_by_name:
         return _containers_by_name[name].build(parts)
@@ -359,7 +359,7 @@ def _flag_of(kind: type[enum.Enum], number: Any) -> enum.Enum:
     return kind(number)
 
 
-def _build_named_tuple(name: str, items: list[Any]) -> tuple:
+def build_named_tuple(name: str, items: list[Any]) -> tuple:
     """Returns a named tuple of a class that the program has already, without calling the class.
 
     Raises ValueError: there is no such class, or it has other fields.
@@ -402,7 +402,7 @@ def _mark(value: Any) -> str:
     kind = type(value)
     if kind is int and value.bit_length() > MOST_BITS:
         return hex(value)
-    if kind in _PLAIN:
+    if kind in PLAIN:
         return repr(value)
     if kind in _CONTAINERS:
         return _mark_container(value)
@@ -424,7 +424,7 @@ def _mark(value: Any) -> str:
 
 def _mark_container(container: Any) -> str:
     kind = type(container)
-    if kind in (list, dict, tuple) and set(map(type, _items_of(container))) <= _PLAIN:
+    if kind in (list, dict, tuple) and set(map(type, _items_of(container))) <= PLAIN:
         try:
             return repr(container)
         except ValueError:  # Python does not print an integer in it

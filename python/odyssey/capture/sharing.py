@@ -1,0 +1,278 @@
+"""Sharing: values that are the same object at several places, and arrays that share memory.
+
+A checkpoint holds each value once for each place, so a restored list or slice would be a copy. For
+example, `self.row = self.table[2]` is a window on `self.table`, and a program that changes the
+table in place reads the change in the row. A place inside a value is written as the path of the
+value and the positions of the items that lead there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import values
+from .walk import Entry, Picture
+
+Spot = tuple[str, tuple[int, ...]]  # the path of a value, and positions inside it
+
+
+class Memory(NamedTuple):
+    """How arrays of a class share memory.
+
+    Attributes:
+        bounds: a function of an array that returns the first address of its memory, the one after
+            the last, and whether a restored array has its entries in the same order there; None if
+            it has no memory to look at.
+        form: a function of (array, owner) that returns how the array lies in the memory of the
+            owner, as JSON has it; None if that can't be told.
+        window: a function of (owner, form, array) that returns an array which lies there, or the
+            array itself after it was moved there.
+        owned: a function of an owner that returns its array.
+    """
+
+    bounds: Callable[[Any], tuple[int, int, bool] | None]
+    form: Callable[[Any, Any], Any]
+    window: Callable[[Any, Any, Any], Any]
+    owned: Callable[[Any], Any] = lambda owner: owner
+
+
+_memories: dict[type, Memory] = {}
+
+
+def register_memory(kind: type, memory: Memory) -> None:
+    """Sets how arrays of a class share memory."""
+    _memories[kind] = memory
+
+
+class Sharing(NamedTuple):
+    """What the values of a picture share.
+
+    Attributes:
+        groups: the spots of each object that has several.
+        windows: how an array lies in the memory of another one: the spot or path of that, and a
+            form, by spot.
+    """
+
+    groups: list[list[Spot]]
+    windows: dict[Spot, tuple[Spot, Any]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as a checkpoint holds it."""
+        windows = [[*_spot_to_json(s), *_spot_to_json(o), f] for s, (o, f) in self.windows.items()]
+        return {"groups": [[_spot_to_json(s) for s in group] for group in self.groups]} | {
+            "windows": windows
+        }
+
+    @staticmethod
+    def from_json(node: Mapping[str, Any]) -> Sharing:
+        """Returns what `to_json` was called on."""
+        groups = [[(path, tuple(steps)) for path, steps in group] for group in node["groups"]]
+        windows = {
+            (path, tuple(steps)): ((owner, tuple(owner_steps)), form)
+            for path, steps, owner, owner_steps, form in node["windows"]
+        }
+        return Sharing(groups, windows)
+
+
+def _spot_to_json(spot: Spot) -> list[Any]:
+    path, steps = spot
+    return [path, list(steps)]
+
+
+def find_shared(picture: Picture, entries: Iterable[Entry]) -> Sharing:
+    """Returns what values share with one another and with the hosts of a picture."""
+    spots: dict[int, list[Spot]] = {}
+    objects: dict[int, Any] = {}
+    for entry in entries:
+        if entry.place.kind == "contents":
+            continue  # it is a copy
+        for steps, one in _parts_of(entry.value, (), set()):
+            spots.setdefault(id(one), []).append((entry.path, steps))
+            objects[id(one)] = one
+    for places in spots.values():
+        places.sort(key=lambda spot: bool(spot[1]))  # the object that other paths lead to first
+    groups = [places for places in spots.values() if len(places) > 1]
+    arrays = [(spots[i][0], one) for i, one in objects.items() if type(one) in _memories]
+    return Sharing(groups, _windows_of(arrays, picture) if arrays else {})
+
+
+def _parts_of(
+    value: Any, steps: tuple[int, ...], seen: set[int]
+) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """Yields a value and the values inside it that can change, with their positions."""
+    if not values.is_container(value):
+        if not values.is_immutable(value):
+            yield steps, value
+        return
+    if not values.is_immutable(value):
+        yield steps, value
+    if id(value) in seen or isinstance(value, (set, frozenset)):
+        return
+    seen.add(id(value))
+    for number, item in enumerate(value.values() if isinstance(value, dict) else value):
+        if type(item) not in values.PLAIN:
+            yield from _parts_of(item, (*steps, number), seen)
+
+
+def _windows_of(
+    arrays: Iterable[tuple[Spot, Any]], picture: Picture
+) -> dict[Spot, tuple[Spot, Any]]:
+    """Returns which arrays lie inside the memory of another array, or of a host."""
+    # first and last address, whether it is no host, and the rest
+    found: list[tuple[int, int, bool, int, Spot, Any, bool]] = []
+    hosts = [((path, ()), host) for path, host in picture.hosts.items() if type(host) in _memories]
+    for is_value, some in ((False, hosts), (True, arrays)):
+        for spot, one in some:
+            memory = _memories[type(one)]
+            bounds = memory.bounds(memory.owned(one))
+            if bounds is not None:
+                first, end, is_in_order = bounds
+                found.append((first, -end, is_value, len(found), spot, one, is_in_order))
+    found.sort(key=lambda item: item[:4])
+    windows: dict[Spot, tuple[Spot, Any]] = {}
+    owner: Any = None
+    owner_spot: Spot = ("", ())
+    owner_end = 0
+    for _, negative_end, is_value, _, spot, one, is_in_order in found:
+        if owner is not None and -negative_end <= owner_end:
+            memory = _memories[type(one)]
+            form = memory.form(one, owner) if is_value else None
+            if form is not None:
+                windows[spot] = owner_spot, form
+        elif is_in_order:
+            owner = _memories[type(one)].owned(one)
+            owner_spot, owner_end = spot, -negative_end
+    return windows
+
+
+# --- put back ------------------------------------------------------------------------------------
+
+
+def separate(picture: Picture, entries: Iterable[Entry], saved: Sharing) -> bool:
+    """Gives values of their own to places that share one now, and shared none at the checkpoint.
+
+    Returns whether it has changed something.
+    """
+    now = find_shared(picture, entries)
+    number_of = {spot: number for number, group in enumerate(saved.groups) for spot in group}
+    changed = False
+    for group in now.groups:
+        numbers = {number_of.get(spot) for spot in group}
+        if len(numbers) == 1 and None not in numbers:
+            continue
+        for spot in group[1:]:
+            _set_at(picture, spot, _copy_of(_object_at(picture, spot)))
+            changed = True
+    for spot, window in now.windows.items():
+        one = _object_at(picture, spot)
+        if saved.windows.get(spot) != window and one is not None:
+            _set_at(picture, spot, _copy_of(one))
+            changed = True
+    return changed
+
+
+def share(picture: Picture, saved: Sharing) -> None:
+    """Lets values share again what they shared at the checkpoint."""
+    for spot, (owner_spot, form) in saved.windows.items():
+        owner = _object_at(picture, owner_spot)
+        one = _object_at(picture, spot)
+        if owner is None or type(one) not in _memories or type(owner) not in _memories:
+            continue
+        owner = _memories[type(owner)].owned(owner)
+        if _memories[type(one)].form(one, owner) == form:
+            continue
+        window = _memories[type(one)].window(owner, form, one)
+        if window is not None and values.mark(window) == values.mark(one):
+            _set_at(picture, spot, window)
+    for group in saved.groups:
+        first = _object_at(picture, group[0])
+        for spot in group[1:]:
+            other = _object_at(picture, spot)
+            if first is None or other is None or other is first:
+                continue
+            if values.mark(other) == values.mark(first):
+                _set_at(picture, spot, first)
+
+
+def _copy_of(value: Any) -> Any:
+    arrays: dict[str, np.ndarray] = {}
+    node = values.encode(value, arrays, "copy")
+    return values.decode(node, arrays)
+
+
+def _object_at(picture: Picture, spot: Spot) -> Any:
+    """Returns the object at a spot; None if nothing is there."""
+    path, steps = spot
+    entry = picture.entries.get(path)
+    if entry is None or entry.sort != "value":
+        return picture.hosts.get(path)
+    one = entry.value
+    for step in steps:
+        if not values.is_container(one) or isinstance(one, (set, frozenset)) or step >= len(one):
+            return None
+        one = list(one.values() if isinstance(one, dict) else one)[step]
+    return one
+
+
+def _set_at(picture: Picture, spot: Spot, value: Any) -> None:
+    """Puts an object to a spot."""
+    path, steps = spot
+    entry = picture.entries[path]
+    whole = _with_part(entry.value, steps, value)
+    if whole is entry.value or not entry.place.set(whole):
+        return
+    for other, first in picture.aliases.items():
+        if first == path and other in picture.alias_places:
+            picture.alias_places[other][0].set(whole)
+    entry.value = whole
+
+
+def _with_part(container: Any, steps: tuple[int, ...], value: Any) -> Any:
+    """Returns a container with another object at some positions inside; a new one if it can't
+    change.
+    """
+    if not steps:
+        return value
+    number, *rest = steps
+    key = list(container)[number] if isinstance(container, dict) else number
+    item = container[key]
+    changed = _with_part(item, tuple(rest), value)
+    if changed is item:
+        return container
+    if isinstance(container, tuple):
+        items = [*container[:number], changed, *container[number + 1 :]]
+        return tuple.__new__(type(container), items)
+    container[key] = changed
+    return container
+
+
+# --- arrays of NumPy ------------------------------------------------------------------------------
+
+
+def _bounds_of_array(array: np.ndarray) -> tuple[int, int, bool] | None:
+    if not array.size or not array.flags.writeable:
+        return None
+    spans = [(n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)]
+    first = array.ctypes.data + sum(span for span in spans if span < 0)
+    end = array.ctypes.data + sum(span for span in spans if span > 0) + array.itemsize
+    return first, end, array.flags.c_contiguous
+
+
+def _form_of_array(array: np.ndarray, owner: Any) -> list[Any] | None:
+    if not isinstance(owner, np.ndarray):
+        return None
+    offset = array.ctypes.data - owner.ctypes.data
+    return [offset, list(array.shape), list(array.strides)]
+
+
+def _window_of_array(owner: np.ndarray, form: list[Any], array: np.ndarray) -> np.ndarray | None:
+    offset, shape, strides = form
+    if not owner.flags.c_contiguous or not owner.flags.writeable:
+        return None
+    return np.ndarray(tuple(shape), array.dtype, owner, offset, tuple(strides))
+
+
+register_memory(np.ndarray, Memory(_bounds_of_array, _form_of_array, _window_of_array))
