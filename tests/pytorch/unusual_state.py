@@ -277,7 +277,134 @@ def a_second_net_that_the_loss_asks(folder):
     return Program(Net(), loss, callbacks=[TrainCritic()])
 
 
+def attributes_of_parameters(folder):
+    net = Net()
+    net.register_buffer("mean", torch.zeros(3))
+    net.first.weight.fisher = torch.zeros(())
+    net.last.bias.group = "slow"
+
+    def nudge(context, held):
+        first, last = net.first.weight, net.last.bias
+        first.fisher += first.detach().square().sum()
+        last.visits = getattr(last, "visits", 0) + context.steps
+        if context.steps == 3:
+            last.group = "fast"
+            net.mean.mask = [1, 0, 2]
+        if context.steps > 4:
+            net.mean.mask[1] += 1
+        rate = {"slow": 1e-3, "fast": 2e-3}[last.group]
+        with torch.no_grad():
+            last += rate * (last.visits + float(first.fisher) % 1)
+            last += torch.tensor(getattr(net.mean, "mask", [0, 0, 0])) * 1e-2
+
+    return Program(net, callbacks=[AtSteps(nudge)])
+
+
+def attributes_of_other_tensors(folder):
+    def nudge(context, held):
+        held.mask.age = getattr(held.mask, "age", 0) + context.steps
+        held.mask += 1e-3 * held.mask.age
+        with torch.no_grad():
+            context.trainer.module.last.bias += held.mask
+
+    return Program(Net(), callbacks=[AtSteps(nudge, mask=torch.zeros(3))])
+
+
+def parameters_held_elsewhere(folder):
+    net = Net()
+
+    def nudge(context, held):
+        held.target = held.all[context.steps % len(held.all)]
+        if context.steps == 4:
+            held.all.pop(1)
+        with torch.no_grad():
+            held.previous += 1e-2 * context.steps
+        held.previous = held.target
+
+    every = list(net.parameters())
+    return Program(net, callbacks=[AtSteps(nudge, all=every, target=every[0], previous=every[1])])
+
+
+def slices_of_tensors(folder):
+    """A row of a table, memory of a parameter, and a tensor in a list."""
+    net = Net()
+    kept = []
+
+    def nudge(context, held):
+        if context.steps in (1, 6):
+            held.row = held.table[context.steps % 4]
+            held.bias = net.last.bias.detach()
+        if context.steps == 2:
+            held.kept.append(held.table)
+            held.kept.append(held.row)
+        held.table.mul_(1.01)
+        held.bias.add_(held.row, alpha=1e-2)
+        for one in held.kept:
+            one.sub_(1e-2)
+
+    table = torch.arange(12.0).reshape(4, 3)
+    return Program(net, callbacks=[AtSteps(nudge, table=table, row=None, bias=None, kept=kept)])
+
+
+def gradients_of_a_callback(folder):
+    """Gradients that are added up over steps."""
+    shift = nn.Parameter(torch.zeros(3))
+
+    def nudge(context, held):
+        (held.shift - context.trainer.module.last.bias.detach()).square().sum().backward()
+        if context.steps % 3 == 0:
+            held.optimizer.step()
+            held.optimizer.zero_grad()
+        with torch.no_grad():
+            context.trainer.module.last.bias += 1e-2 * held.shift
+
+    optimizer = torch.optim.SGD([shift], 0.1)
+    return Program(Net(), callbacks=[AtSteps(nudge, shift=shift, optimizer=optimizer)])
+
+
+def faster(x):
+    return 2.0 * x
+
+
+def slower(x):
+    return 0.5 * x
+
+
+def switched_functions(folder):
+    """Functions of the program, and methods, that are switched."""
+
+    class Switch(callbacks.Callback):
+        def __init__(self):
+            self.rule = faster
+            self.phase = self.early
+
+        def early(self):
+            return 1e-3
+
+        def late(self):
+            return 3e-3
+
+        def on_step_end(self, context):
+            with torch.no_grad():
+                context.trainer.module.last.bias += self.rule(self.phase())
+            if context.steps in (2, 5):
+                self.rule = slower if self.rule is faster else faster
+            if context.steps == 3:
+                self.phase = self.late
+
+        def on_epoch_end(self, context):
+            self.rule = faster
+
+    return Program(Net(), callbacks=[Switch()])
+
+
 RIGHT = (
+    attributes_of_parameters,
+    attributes_of_other_tensors,
+    parameters_held_elsewhere,
+    slices_of_tensors,
+    gradients_of_a_callback,
+    switched_functions,
     a_second_net_that_the_loss_asks,
     objects_of_an_epoch,
     items_created_late,
@@ -315,8 +442,24 @@ def object_of_the_first_epoch(folder):
     return Program(Net(), callbacks=[Late()])
 
 
+def lambda_set_at_the_end_of_an_epoch(folder):
+    """The next on_epoch_start does not set it, so a resumed run lacks it."""
+
+    class Switch(callbacks.Callback):
+        def __init__(self):
+            self.rule = faster
+
+        def on_epoch_end(self, context):
+            self.rule = lambda x: 3 * x
+
+    return Program(Net(), callbacks=[Switch()])
+
+
 # What a resumed run can't do again, and is refused by name.
 REFUSED = {
+    lambda_set_at_the_end_of_an_epoch: (
+        r"callbacks\.Switch\.rule holds .*<lambda> where .*faster was when fit\(\) began"
+    ),
     hook_added: r"model\.first\._forward_hooks\[0\] was set to .*halve since",
     hook_taken_out: r"model\.first\._forward_hooks\[0\] \(.*halve\) was taken out since",
     hook_of_another_module: r"model\.first\._forward_hooks\[0\] was set to .*halve since",

@@ -1,7 +1,8 @@
 """Capture: the one place that decides what a training run depends on.
 
 values.py says what a checkpoint can hold, edges.py what an object holds, resources.py what is never
-looked into, walk.py how everything is met, and capture.py what is kept, compared and put back.
+looked into, walk.py how everything is met, sharing.py and containers.py what is held at several
+places, and capture.py what is kept, compared and put back.
 docs/state.md explains it to users.
 """
 
@@ -14,17 +15,21 @@ from .edges import (
     is_own_file,
     names_in,
     register_edges,
+    register_value_host,
     register_walkable,
 )
 from .resources import is_resource
+from .sharing import ARRAYS, Memory, register_memory
 from .values import Kind, NotAValue, decode, encode, is_value, mark, put_into, register
 from .walk import REFERENCE, Picture, walk
 
 __all__ = [
+    "ARRAYS",
     "COMPARED_ROOTS",
     "Capture",
     "Edge",
     "Kind",
+    "Memory",
     "NotAValue",
     "Picture",
     "Place",
@@ -42,6 +47,8 @@ __all__ = [
     "put_into",
     "register",
     "register_edges",
+    "register_memory",
+    "register_value_host",
     "register_walkable",
     "walk",
 ]

@@ -905,6 +905,8 @@ class Capture:
                 key=lambda item: (item[1][0] == STATE, restorer.is_view(item[0])),
             )
             for path, (sort, node, root, parent, *key) in by_sort:
+                if parent in saved["values"]:
+                    restorer.picture = self.look()  # the value that has this attribute may be new
                 # the last batch, which is read again, shows whether the data are the same
                 restorer.final = final and root not in LOADER_ROOTS
                 if is_there(root):

@@ -144,6 +144,7 @@ class Edge(NamedTuple):
 
 Edges = Callable[[Any, str], Iterable[Edge]]
 _edges_of_class: dict[type, Edges] = {}
+_extra_edges: dict[type, Edges] = {}  # of values that may have attributes, by class
 _walkable: list[type] = []
 
 
@@ -152,6 +153,19 @@ def register_edges(base: type, edges: Edges) -> None:
     that returns edges.
     """
     _edges_of_class[base] = edges
+
+
+def register_value_host(kind: type, extra: Edges) -> None:
+    """Lets attributes of values of a class be looked into, which are no part of the value.
+
+    extra: a function of (value, path) that returns further edges.
+    """
+    _extra_edges[kind] = extra
+
+
+def is_value_host(kind: type) -> bool:
+    """Tells whether values of a class may have attributes that are looked into."""
+    return kind in _extra_edges
 
 
 def register_walkable(*classes: type) -> None:
@@ -331,7 +345,11 @@ def edges_of_host(host: Any, path: str) -> list[Edge]:
 
     For example, a counter in a subclass of a thread, or a mask on a parameter.
     """
-    return edges_of_object(host, path, names_set_by(type(host)))
+    kind = type(host)
+    extra = _extra_edges[kind](host, path) if kind in _extra_edges else ()
+    if not attributes_of(host) and not is_own_class(kind):
+        return [*extra]
+    return [*extra, *edges_of_object(host, path, names_set_by(kind))]
 
 
 @functools.cache
@@ -345,6 +363,7 @@ def names_set_by(kind: type) -> frozenset[str]:
             continue
         names.update(_HOST_NAMES.get(f"{base.__module__}.{base.__qualname__}", ()))
         names.update(vars(base).get("__annotations__", ()))
+        names.update(_slots_in(base))
         for value in vars(base).values():
             for function in (_code_of(value), getattr(value, "fset", None)):
                 inner = getattr(function, "__wrapped__", function)  # of a decorated method
@@ -390,13 +409,16 @@ def not_state(kind: type) -> frozenset[str]:
 @functools.cache
 def slots_of(kind: type) -> tuple[str, ...]:
     """Returns the names in `__slots__` of a class and its bases, as attributes are called."""
-    names = []
-    for base in kind.__mro__:
-        slots = vars(base).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            is_private = name.startswith("__") and not name.endswith("__")
-            names.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
+    names = [name for base in kind.__mro__ for name in _slots_in(base)]
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def _slots_in(kind: type) -> Iterator[str]:
+    """Yields the names in `__slots__` of one class, as attributes are called."""
+    slots = vars(kind).get("__slots__", ())
+    for name in (slots,) if isinstance(slots, str) else slots:
+        is_private = name.startswith("__") and not name.endswith("__")
+        yield f"_{kind.__name__.lstrip('_')}{name}" if is_private else name
 
 
 def class_path(kind: type) -> str:

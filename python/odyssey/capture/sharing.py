@@ -275,4 +275,5 @@ def _window_of_array(owner: np.ndarray, form: list[Any], array: np.ndarray) -> n
     return np.ndarray(tuple(shape), array.dtype, owner, offset, tuple(strides))
 
 
-register_memory(np.ndarray, Memory(_bounds_of_array, _form_of_array, _window_of_array))
+ARRAYS = Memory(_bounds_of_array, _form_of_array, _window_of_array)
+register_memory(np.ndarray, ARRAYS)

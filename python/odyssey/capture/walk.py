@@ -45,6 +45,7 @@ from .edges import (
     edges_of_host,
     is_function,
     is_own_class,
+    is_value_host,
     not_state,
 )
 from .resources import is_holder_class, is_resource
@@ -245,6 +246,8 @@ class _Walker:
         elif values.is_value(value) and not self.holds_kept(value):
             self.note(edge, parent, VALUE, values.mark(value))
             self.add_members([value])
+            if is_value_host(type(value)):
+                self.add_host(edge.path, value)
         elif is_resource(value):
             place = edge.place
             self.note(Edge(edge.path, None, place), parent, RESOURCE, describe(value))

@@ -17,11 +17,14 @@ from torch import nn
 from ..capture import (
     Edge,
     Kind,
+    Memory,
     Place,
     edges_of_object,
     is_resource,
     register,
     register_edges,
+    register_memory,
+    register_value_host,
 )
 from ..core import fingerprint
 
@@ -106,6 +109,43 @@ def _build_generator(state: np.ndarray) -> torch.Generator:
     return generator
 
 
+def _bounds_of_tensor(tensor: torch.Tensor) -> tuple[int, int, bool] | None:
+    if not _is_array_like(tensor) or not tensor.numel():
+        return None
+    spans = [(n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
+    end = tensor.data_ptr() + (sum(spans) + 1) * tensor.element_size()
+    return tensor.data_ptr(), end, tensor.is_contiguous()
+
+
+def _form_of_tensor(tensor: torch.Tensor, owner: Any) -> list[Any] | None:
+    if not isinstance(owner, torch.Tensor) or owner.dtype != tensor.dtype:
+        return None
+    offset = (tensor.data_ptr() - owner.data_ptr()) // tensor.element_size()
+    return [offset, list(tensor.shape), list(tensor.stride())]
+
+
+def _window_of_tensor(
+    owner: torch.Tensor, form: list[Any], tensor: torch.Tensor
+) -> torch.Tensor | None:
+    offset, shape, strides = form
+    if not owner.is_contiguous() or owner.dtype != tensor.dtype:
+        return None
+    window = owner.detach().as_strided(shape, strides, owner.storage_offset() + offset)
+    if isinstance(tensor, nn.Parameter):
+        tensor.data = window
+        return tensor
+    return window.requires_grad_(tensor.requires_grad)
+
+
+def _gradient_of(tensor: torch.Tensor, path: str) -> Iterator[Edge]:
+    """Yields the gradient of a tensor that a callback trains.
+
+    Others, such as those of a loss's own modules, may differ between ranks, and nobody reads them.
+    """
+    if path.startswith("callbacks.") and tensor.requires_grad and tensor.is_leaf:
+        yield Edge(f"{path}.grad", tensor.grad, Place("attribute", tensor, "grad"))
+
+
 def _edges_of_module(module: nn.Module, path: str) -> Iterator[Edge]:
     """Yields submodules, parameters, buffers, and the attributes of a module."""
     attributes = vars(module)
@@ -173,6 +213,8 @@ for _name, _type, _build in (
                 _is_array_like,
             )
         )
+        register_memory(_type, Memory(_bounds_of_tensor, _form_of_tensor, _window_of_tensor))
+        register_value_host(_type, _gradient_of)
 for _kind in (
     Kind(
         "torch generator",

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..callbacks import Callback, Context
 from ..capture import (
+    ARRAYS,
     Edge,
     Place,
     edges_of_host,
     edges_of_object,
     register_edges,
+    register_memory,
     register_walkable,
 )
 from ..core.tensor import Parameter
@@ -127,6 +129,7 @@ def _edges_of_loader(loader: DataLoader, path: str) -> Iterator[Edge]:
 
 
 register_edges(Module, _edges_of_module)
+register_memory(Parameter, ARRAYS._replace(owned=lambda parameter: parameter.data))
 register_edges(DataLoader, _edges_of_loader)
 register_edges(Context, edges_of_host)
 register_edges(Parameter, _edges_of_parameter)
