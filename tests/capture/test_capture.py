@@ -9,9 +9,12 @@ import functools
 import io
 import itertools
 import json
+import mmap
 import multiprocessing
 import queue
+import sqlite3
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -546,7 +549,28 @@ def holders():
     return [queue.Queue(), queue.PriorityQueue(), queue.SimpleQueue(), io.BytesIO(b"a"), local] + [
         shared,
         numbers,
+        weakref.WeakKeyDictionary(),
+        weakref.WeakValueDictionary(),
+        weakref.WeakSet(),
+        sqlite3.connect(":memory:"),
+        mmap.mmap(-1, 8),
+        functools.lru_cache(graphs.small_value),
     ]
+
+
+def test_data_in_files_are_not_named(tmp_path):
+    path = tmp_path / "numbers"
+    path.write_bytes(bytes(8))
+    owner = Stepped()
+    owner.database = sqlite3.connect(tmp_path / "data")
+    owner.closed = mmap.mmap(-1, 8)
+    owner.closed.close()
+    owner.array = np.memmap(path, mode="r+")
+    owner.cached = functools.lru_cache(len)
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 8) as owner.map:
+        capture = Capture(lambda: {"callbacks.one": owner}, set, pytest.fail)
+        capture.begin()
+        capture.announce_opaque(strict=True)
 
 
 @pytest.mark.parametrize("number", range(len(holders())))

@@ -443,16 +443,23 @@ class Places(callbacks.Callback):
 
 
 def train(
-    seed: int, kinds: list[type[Kind]], folder: Any = None, stop: int | None = None
+    seed: int,
+    kinds: list[type[Kind]],
+    folder: Any = None,
+    stop: int | None = None,
+    make: Any = Places,
 ) -> tuple[str, list[float]]:
-    """Trains a program, and returns the hash of the weights and the numbers of all steps."""
+    """Trains a program, and returns the hash of the weights and the numbers of all steps.
+
+    make: the class of its callback.
+    """
     nn.manual_seed(0)
     draw = np.random.default_rng(0)
     inputs = draw.normal(size=(SAMPLES, 4)).astype(np.float32)
     loader = data.DataLoader(data.arrays(inputs, draw.integers(0, 3, SAMPLES)), batch_size=BATCH)
     net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
     trainer = DistributedTrainer(net, optim.SGD(lr=0.1), shard_size=5, threads=1)
-    places = Places(seed, kinds, stop)
+    places = make(seed, kinds, stop)
     saving = {} if folder is None else {"checkpoint_dir": folder, "checkpoint_every": 1}
     try:
         trainer.fit(loader, epochs=EPOCHS, callbacks=[places], verbose=False, **saving)

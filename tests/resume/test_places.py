@@ -39,3 +39,39 @@ def test_a_stopped_run_continues_with_the_same_state(kind, tmp_path):
 def test_random_programs_continue_with_the_same_state(seed, tmp_path):
     kinds = random.Random(seed).sample(places.KINDS, 4)
     assert check(seed, kinds, tmp_path)
+
+
+def grow(loader, held):
+    loader.batch_size = 20
+
+
+def shuffle(loader, held):
+    loader.shuffle = True
+
+
+def reseed(loader, held):
+    loader.seed = 5
+
+
+@pytest.mark.parametrize("change", [grow, shuffle, reseed])
+@pytest.mark.parametrize("event", ["on_step_end", "on_epoch_end", "on_epoch_start"])
+def test_another_setting_of_the_loader_is_named(change, event, tmp_path):
+    class Change(places.Places):
+        pass
+
+    def act(self, context):
+        if context.steps >= 2:
+            change(context.loader, self)
+
+    setattr(Change, event, act)
+    with pytest.raises(ConfigError, match=r"loader\.\w+ was .* when fit\(\) began and is"):
+        places.train(0, [], tmp_path, make=Change)
+
+
+def test_an_object_of_a_step_in_a_new_tuple_is_named(tmp_path):
+    class Late(places.Places):
+        def on_step_end(self, context):
+            self.pair = (places.Item(context.steps), 1)
+
+    with pytest.raises(ConfigError, match=r"callbacks\.Late\.pair"):
+        places.train(0, [], tmp_path, make=Late)

@@ -38,6 +38,7 @@ from . import values
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 _FUNCTIONS += (types.MethodWrapperType, type(str.join), type(object.__init__))
+_FUNCTIONS += (functools._lru_cache_wrapper,)
 CACHED = "<cached>"  # in the paths of what a `functools.cached_property` has computed
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")  # the name of a variable of the environment
 _LOADS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME"})
@@ -179,7 +180,7 @@ def is_walkable(kind: type) -> bool:
 
 
 def is_function(value: Any) -> bool:
-    """Tells whether a value is a function, a method, or a part of `functools.partial`."""
+    """Tells whether a value is a function, a method, or what functools has made of one."""
     return isinstance(value, _FUNCTIONS)
 
 
@@ -471,6 +472,10 @@ def _edges_of_function(function: Any, path: str) -> Iterator[Edge]:
         yield from edges_of_items(function.args, f"{path}.args")
         for name, value in function.keywords.items():
             yield Edge(f"{path}.keywords[{name!r}]", value, Place("item", function.keywords, name))
+        return
+    if isinstance(function, functools._lru_cache_wrapper):
+        inner = function.__wrapped__
+        yield Edge(f"{path}.__wrapped__", inner, Place("fixed", function, "__wrapped__"))
         return
     owner = getattr(function, "__self__", None)
     if owner is not None and not isinstance(owner, types.ModuleType):

@@ -12,7 +12,7 @@ import types
 import weakref
 from typing import Any
 
-from .edges import is_walkable
+from .edges import is_own_file, is_walkable
 
 # The packages whose objects are resources, or are kept by odyssey elsewhere.
 PACKAGES = frozenset(
@@ -53,6 +53,9 @@ HOLDERS = frozenset(
         "_ctypes.Structure",
         "_ctypes._SimpleCData",
         "optuna.study.study.Study",
+        "weakref.WeakKeyDictionary",
+        "weakref.WeakValueDictionary",
+        "_weakrefset.WeakSet",
     }
 )
 # Classes of these packages that are values or hold state all the same.
@@ -82,8 +85,39 @@ def is_resource(value: Any) -> bool:
     return not isinstance(value, type) and is_resource_class(type(value))
 
 
+def is_holder(value: Any) -> bool:
+    """Tells whether a resource holds data of the program that are nowhere else."""
+    kind = type(value)
+    if _is_a(kind, "sqlite3.Connection"):
+        return _is_in_memory(value)
+    if _is_a(kind, "mmap.mmap"):
+        try:
+            value.size()  # of its file
+        except (OSError, ValueError):
+            return not value.closed
+        return False
+    if _is_a(kind, "functools._lru_cache_wrapper"):
+        code = getattr(getattr(value, "__wrapped__", None), "__code__", None)
+        return code is not None and is_own_file(code.co_filename)
+    return _is_holder_class(kind)
+
+
 @functools.cache
-def is_holder_class(kind: type) -> bool:
+def _is_a(kind: type, name: str) -> bool:
+    """Tells whether a class is or inherits from one of a qualified name, without its package."""
+    return any(f"{base.__module__}.{base.__qualname__}" == name for base in kind.__mro__)
+
+
+def _is_in_memory(database: Any) -> bool:
+    """Tells whether a database has no file. False for one that is closed, or of another thread."""
+    try:
+        return not any(file for _, _, file in database.execute("PRAGMA database_list"))
+    except Exception:
+        return False
+
+
+@functools.cache
+def _is_holder_class(kind: type) -> bool:
     """Tells whether resources of a class hold data of the program."""
     return any(f"{base.__module__}.{base.__qualname__}" in HOLDERS for base in kind.__mro__)
 

@@ -48,7 +48,7 @@ from .edges import (
     is_value_host,
     not_state,
 )
-from .resources import is_holder_class, is_resource
+from .resources import is_holder, is_resource
 
 # The roots below which large values are sampled, and what is large there.
 SAMPLED_ROOTS = frozenset({"dataset", "loader"})
@@ -253,11 +253,13 @@ class _Walker:
             self.note(Edge(edge.path, None, place), parent, RESOURCE, describe(value))
             if not isinstance(value, BaseException) and is_own_class(type(value)):
                 self.add_host(edge.path, value)
-            if is_holder_class(type(value)) and self.root not in LOADER_ROOTS:
+            if is_holder(value) and self.root not in LOADER_ROOTS:
                 self.picture.holders[edge.path] = describe(value)
         elif _is_object_with_edges(value):
             self.note(edge, parent, REFERENCE, describe(value))
             self.waiting.append((edge.path, value, edges_of))
+            if is_holder(value) and self.root not in LOADER_ROOTS:  # a cache of a function
+                self.picture.holders[edge.path] = describe(value)
             if isinstance(value, type) and issubclass(value, enum.Enum):
                 self.add_members(value.__members__.values())
             self.meet_state_dict(edge)
