@@ -75,3 +75,17 @@ def test_an_object_of_a_step_in_a_new_tuple_is_named(tmp_path):
 
     with pytest.raises(ConfigError, match=r"callbacks\.Late\.pair"):
         places.train(0, [], tmp_path, make=Late)
+
+
+def test_attributes_of_a_thread_that_a_step_creates_are_named(tmp_path, capfd):
+    class Late(places.Places):
+        thread = None
+
+        def on_step_end(self, context):
+            self.thread = self.thread or places.Watcher()
+            self.thread.count += 1
+
+    places.train(0, [], tmp_path, make=Late)
+    lines = [line for line in "".join(capfd.readouterr()).splitlines() if "can't keep" in line]
+    assert len(lines) == 1
+    assert "callbacks.Late.thread (resume.places.Watcher)" in lines[0]

@@ -298,7 +298,12 @@ class Capture:
         picture = self._without_objects_of_epoch(whole_picture)
         tuples = self._changed_tuples(picture, arrays)
         self._check_kept(picture, tuples)
-        self._announce(picture.holders)
+        late_hosts = {
+            entry.parent: values.qualified_name(type(picture.hosts[entry.parent]))
+            for entry in picture.entries.values()
+            if entry.root not in LOADER_ROOTS and self._is_of_late_host(entry, picture)
+        }
+        self._announce({**picture.holders, **late_hosts})
         saved = self._changed_values(picture, arrays)
         saved = {path: item for path, item in saved.items() if item[3] not in tuples}
         holders: dict[str, list[str]] = {}
@@ -448,6 +453,16 @@ class Capture:
         """Tells whether a resumed run has such a host (walk.py) too."""
         return self._expected_hosts.get(path) is type(picture.hosts[path])
 
+    def _is_of_late_host(self, entry: Entry, picture: Picture) -> bool:
+        """Tells whether something is an attribute of a host that a resumed run does not have when
+        it starts, such as a thread of a later step. Tensors are put back with their attributes.
+        """
+        path = entry.parent
+        if path not in picture.hosts or self._is_expected_host(path, picture):
+            return False
+        holder = picture.entries.get(path)
+        return holder is None or holder.sort != VALUE
+
     def _changed_aliases(self, picture: Picture) -> dict[str, list[Any]]:
         """Returns places that hold an object that is also elsewhere, and held another one when
         fit() began: the object's path, and where it is held, by path.
@@ -479,8 +494,8 @@ class Capture:
         for path, entry in picture.entries.items():
             if entry.sort not in _KEPT_SORTS or self.changed_in_forward(path):
                 continue
-            if entry.parent in picture.hosts and not self._is_expected_host(entry.parent, picture):
-                continue  # a resumed run has no such thread or handler when it starts
+            if self._is_of_late_host(entry, picture):
+                continue
             if self._marks.get(path) == entry.mark or self._is_cache(entry, built_late):
                 continue
             node = values.encode(_parts_of(entry), arrays, prefix + path)

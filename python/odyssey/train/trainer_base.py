@@ -73,6 +73,7 @@ class Trainer:
     workers: int  # that share out a batch
     replicas: int  # likewise, of the whole model
     data_source: dict[str, Any] = {}  # what checkpoints say of where the data are
+    _not_state: tuple[str, ...] = ("state_dict()",)  # its parts are roots of the capture
     # attributes that parts of the trainer were built with: another value would have no effect
     fixed = frozenset(
         """
