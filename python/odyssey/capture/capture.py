@@ -730,8 +730,8 @@ class Capture:
         path = entry.path
         if entry.sort != REFERENCE or entry.root in LOADER_ROOTS or not is_code(entry.value):
             return
-        before = _entry_at(self._built, path)
-        if before is None or before.sort != REFERENCE or _is_same_code(before, entry):
+        built = _entry_at(self._built, path)
+        if built is None or built.sort != REFERENCE or _is_same_code(built, entry):
             return
         expected = _entry_at(self._expected, path)
         if expected is not None and _is_same_code(expected, entry):
@@ -741,7 +741,7 @@ class Capture:
         if isinstance(entry.value, types.MethodType):
             return  # it is put back as a method of its object
         raise ConfigError(
-            f"[capture] {path} holds {entry.mark} where {before.mark} was when fit() began, which "
+            f"[capture] {path} holds {entry.mark} where {built.mark} was when fit() began, which "
             "a checkpoint can't keep. Use a function that a module of the program has under its "
             "name, choose it by a number or string, or set it in on_epoch_start"
         )
@@ -773,15 +773,15 @@ class Capture:
         for path, entry in picture.entries.items():
             if not containers.is_tuple(entry) or entry.root in LOADER_ROOTS:
                 continue
-            before = self._expected_tuples.get(path)
-            now = containers.signature(picture, entry)
-            if before == now or self.changed_in_forward(path):
+            expected = self._expected_tuples.get(path)
+            current = containers.signature(picture, entry)
+            if expected == current or self.changed_in_forward(path):
                 continue
             parts = containers.parts_of(picture, entry, self._is_expected, arrays)
             if parts is not None and entry.place.can_be_set():
                 kind = containers.name_of_tuple(entry.value)
                 changed[path] = [kind, parts, entry.parent, *_key_of(entry.place)]
-            elif before is not None:
+            elif expected is not None:
                 raise ConfigError(
                     f"[capture] {path} holds other objects than when fit() began, which a resumed "
                     f"run can't put there; hold them in a list, or {ADVICE}"
@@ -811,12 +811,12 @@ class Capture:
                 or not entry.place.can_be_set()
             ):
                 continue
-            before = _entry_at(self._built, path)
+            built = _entry_at(self._built, path)
             if not is_function(entry.value) or self.changed_in_forward(path):
                 continue
             if isinstance(entry.place.holder, type) or entry.place.overrides():
                 continue  # the next epoch sets it (_check_patches)
-            if before is not None and _is_same_code(before, entry):
+            if built is not None and _is_same_code(built, entry):
                 continue
             owner = f"{path}.__self__"
             owner = picture.aliases.get(owner, owner)
@@ -1128,8 +1128,8 @@ class Capture:
                 continue  # a class may hold a wrapper of a function
             first_path = picture.aliases.get(path, path)
             entry = picture.entries.get(first_path)
-            now = picture.hosts.get(first_path) if entry is None else entry.value
-            if now is not value:
+            current = picture.hosts.get(first_path) if entry is None else entry.value
+            if current is not value:
                 place.set(value)
 
     def _restore_built(
@@ -1436,12 +1436,12 @@ def _entry_at(picture: Picture, path: str) -> Entry | None:
     return picture.entries.get(path) or picture.entries.get(picture.aliases.get(path, ""))
 
 
-def _is_same_code(before: Entry, after: Entry) -> bool:
+def _is_same_code(earlier: Entry, later: Entry) -> bool:
     """Tells whether a function or class is the same; lambdas have equal names."""
-    if before.mark != after.mark or type(before.value) is not type(after.value):
+    if earlier.mark != later.mark or type(earlier.value) is not type(later.value):
         return False
-    first, second = (getattr(one.value, "__code__", None) for one in (before, after))
-    return first == second
+    code = getattr(earlier.value, "__code__", None)
+    return code == getattr(later.value, "__code__", None)
 
 
 def _code_in(picture: Picture) -> dict[str, Any]:
@@ -1451,8 +1451,8 @@ def _code_in(picture: Picture) -> dict[str, Any]:
         for path, entry in picture.entries.items()
         if entry.sort == REFERENCE and is_code(entry.value)
     }
-    others = {path: code[first] for path, first in picture.aliases.items() if first in code}
-    return {**code, **others}
+    aliases = {path: code[first] for path, first in picture.aliases.items() if first in code}
+    return {**code, **aliases}
 
 
 def function_name(value: Any) -> str | None:

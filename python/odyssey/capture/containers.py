@@ -110,8 +110,8 @@ def build_tuple(
 ) -> tuple | None:
     """Returns the tuple that `parts_of` was given; None if an object is missing."""
     items = []
-    for what, part in parts:
-        if what == "value":
+    for sort, part in parts:
+        if sort == "value":
             items.append(values.decode(part, arrays))
         elif part in picture.entries and picture.entries[part].sort not in (RESOURCE, OPAQUE):
             items.append(picture.entries[part].value)

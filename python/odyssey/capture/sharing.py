@@ -30,7 +30,7 @@ class Memory(NamedTuple):
             owner, as JSON has it; None if that can't be told.
         window: a function of (owner, form, array) that returns an array which lies there, or the
             array itself after it was moved there.
-        owned: a function of an owner that returns its array.
+        owned: a function of an owner that returns its array; None if it has none now.
     """
 
     bounds: Callable[[Any], tuple[int, int, bool] | None]
@@ -61,15 +61,13 @@ class Sharing(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as a checkpoint holds it."""
-        windows = [[*_spot_to_json(s), *_spot_to_json(o), f] for s, (o, f) in self.windows.items()]
-        return {"groups": [[_spot_to_json(s) for s in group] for group in self.groups]} | {
-            "windows": windows
-        }
+        windows = [[*spot, *owner, form] for spot, (owner, form) in self.windows.items()]
+        return {"groups": [list(group) for group in self.groups], "windows": windows}
 
     @staticmethod
     def from_json(node: Mapping[str, Any]) -> Sharing:
         """Returns what `to_json` was called on."""
-        groups = [[(path, tuple(steps)) for path, steps in group] for group in node["groups"]]
+        groups = [list(map(_spot_of, group)) for group in node["groups"]]
         windows = {
             (path, tuple(steps)): ((owner, tuple(owner_steps)), form)
             for path, steps, owner, owner_steps, form in node["windows"]
@@ -77,9 +75,9 @@ class Sharing(NamedTuple):
         return Sharing(groups, windows)
 
 
-def _spot_to_json(spot: Spot) -> list[Any]:
-    path, steps = spot
-    return [path, list(steps)]
+def _spot_of(node: Iterable[Any]) -> Spot:
+    path, steps = node
+    return path, tuple(steps)
 
 
 def find_shared(picture: Picture, entries: Iterable[Entry]) -> Sharing:
@@ -89,18 +87,18 @@ def find_shared(picture: Picture, entries: Iterable[Entry]) -> Sharing:
     for entry in entries:
         if entry.place.kind == "contents":
             continue  # it is a copy
-        for steps, one in _parts_of(entry.value, (), set()):
-            spots.setdefault(id(one), []).append((entry.path, steps))
-            objects[id(one)] = one
+        for steps, part in _parts_of(entry.value, (), set()):
+            spots.setdefault(id(part), []).append((entry.path, steps))
+            objects[id(part)] = part
     for places in spots.values():
         places.sort(key=lambda spot: bool(spot[1]))  # the object that other paths lead to first
     groups = [places for places in spots.values() if len(places) > 1]
-    arrays = [(spots[i][0], one) for i, one in objects.items() if type(one) in _memories]
+    arrays = [(spots[i][0], array) for i, array in objects.items() if type(array) in _memories]
     return Sharing(groups, _windows_of(arrays, picture) if arrays else {})
 
 
 def _parts_of(
-    value: Any, steps: tuple[int, ...], seen: set[int]
+    value: Any, steps: tuple[int, ...], visited: set[int]
 ) -> Iterator[tuple[tuple[int, ...], Any]]:
     """Yields a value and the values inside it that can change, with their positions."""
     if not values.is_container(value):
@@ -109,42 +107,61 @@ def _parts_of(
         return
     if not values.is_immutable(value):
         yield steps, value
-    if id(value) in seen or isinstance(value, (set, frozenset)):
+    if id(value) in visited or isinstance(value, (set, frozenset)):
         return
-    seen.add(id(value))
+    visited.add(id(value))
     for number, item in enumerate(value.values() if isinstance(value, dict) else value):
         if type(item) not in values.PLAIN:
-            yield from _parts_of(item, (*steps, number), seen)
+            yield from _parts_of(item, (*steps, number), visited)
+
+
+class _Span(NamedTuple):
+    """The memory of an array.
+
+    Attributes:
+        array: a value, or what a host owns.
+        spot: where it is.
+        first: its first address.
+        end: the address after its last.
+        is_host: it belongs to a host.
+        is_in_order: a restored array has its entries in the same order.
+    """
+
+    array: Any
+    spot: Spot
+    first: int
+    end: int
+    is_host: bool
+    is_in_order: bool
+
+
+def _spans_of(arrays: Iterable[tuple[Spot, Any]], are_hosts: bool) -> Iterator[_Span]:
+    for spot, array in arrays:
+        memory = _memories[type(array)]
+        owned = memory.owned(array)
+        bounds = None if owned is None else memory.bounds(owned)
+        if bounds is not None:
+            first, end, is_in_order = bounds
+            yield _Span(owned, spot, first, end, are_hosts, is_in_order)
 
 
 def _windows_of(
     arrays: Iterable[tuple[Spot, Any]], picture: Picture
 ) -> dict[Spot, tuple[Spot, Any]]:
     """Returns which arrays lie inside the memory of another array, or of a host."""
-    # first and last address, whether it is no host, and the rest
-    found: list[tuple[int, int, bool, int, Spot, Any, bool]] = []
     hosts = [((path, ()), host) for path, host in picture.hosts.items() if type(host) in _memories]
-    for is_value, some in ((False, hosts), (True, arrays)):
-        for spot, one in some:
-            memory = _memories[type(one)]
-            bounds = memory.bounds(memory.owned(one))
-            if bounds is not None:
-                first, end, is_in_order = bounds
-                found.append((first, -end, is_value, len(found), spot, one, is_in_order))
-    found.sort(key=lambda item: item[:4])
+    spans = [*_spans_of(hosts, True), *_spans_of(arrays, False)]
+    # of spans that start together, the longest comes first, and then that of a host
+    spans.sort(key=lambda span: (span.first, -span.end, not span.is_host))
     windows: dict[Spot, tuple[Spot, Any]] = {}
-    owner: Any = None
-    owner_spot: Spot = ("", ())
-    owner_end = 0
-    for _, negative_end, is_value, _, spot, one, is_in_order in found:
-        if owner is not None and -negative_end <= owner_end:
-            memory = _memories[type(one)]
-            form = memory.form(one, owner) if is_value else None
+    owner: _Span | None = None
+    for span in spans:
+        if owner is None or span.end > owner.end:
+            owner = span if span.is_in_order else owner
+        elif not span.is_host:
+            form = _memories[type(span.array)].form(span.array, owner.array)
             if form is not None:
-                windows[spot] = owner_spot, form
-        elif is_in_order:
-            owner = _memories[type(one)].owned(one)
-            owner_spot, owner_end = spot, -negative_end
+                windows[span.spot] = owner.spot, form
     return windows
 
 
@@ -156,17 +173,17 @@ def separate(picture: Picture, entries: Iterable[Entry], saved: Sharing) -> bool
 
     Returns whether it has changed something.
     """
-    now = find_shared(picture, entries)
+    sharing = find_shared(picture, entries)
     number_of = {spot: number for number, group in enumerate(saved.groups) for spot in group}
     changed = False
-    for group in now.groups:
+    for group in sharing.groups:
         numbers = {number_of.get(spot) for spot in group}
         if len(numbers) == 1 and None not in numbers:
             continue
         for spot in group[1:]:
             _set_at(picture, spot, _copy_of(_object_at(picture, spot)))
             changed = True
-    for spot, window in now.windows.items():
+    for spot, window in sharing.windows.items():
         one = _object_at(picture, spot)
         if saved.windows.get(spot) != window and one is not None:
             _set_at(picture, spot, _copy_of(one))
@@ -182,7 +199,7 @@ def share(picture: Picture, saved: Sharing) -> None:
         if owner is None or type(one) not in _memories or type(owner) not in _memories:
             continue
         owner = _memories[type(owner)].owned(owner)
-        if _memories[type(one)].form(one, owner) == form:
+        if owner is None or _memories[type(one)].form(one, owner) == form:
             continue
         window = _memories[type(one)].window(owner, form, one)
         if window is not None and values.mark(window) == values.mark(one):
@@ -190,10 +207,10 @@ def share(picture: Picture, saved: Sharing) -> None:
     for group in saved.groups:
         first = _object_at(picture, group[0])
         for spot in group[1:]:
-            other = _object_at(picture, spot)
-            if first is None or other is None or other is first:
+            part = _object_at(picture, spot)
+            if first is None or part is None or part is first:
                 continue
-            if values.mark(other) == values.mark(first):
+            if values.mark(part) == values.mark(first):
                 _set_at(picture, spot, first)
 
 
@@ -221,13 +238,13 @@ def _set_at(picture: Picture, spot: Spot, value: Any) -> None:
     """Puts an object to a spot."""
     path, steps = spot
     entry = picture.entries[path]
-    whole = _with_part(entry.value, steps, value)
-    if whole is entry.value or not entry.place.set(whole):
+    changed = _with_part(entry.value, steps, value)
+    if changed is entry.value or not entry.place.set(changed):
         return
-    for other, first in picture.aliases.items():
-        if first == path and other in picture.alias_places:
-            picture.alias_places[other][0].set(whole)
-    entry.value = whole
+    for alias, first_path in picture.aliases.items():
+        if first_path == path and alias in picture.alias_places:
+            picture.alias_places[alias][0].set(changed)
+    entry.value = changed
 
 
 def _with_part(container: Any, steps: tuple[int, ...], value: Any) -> Any:
@@ -236,10 +253,10 @@ def _with_part(container: Any, steps: tuple[int, ...], value: Any) -> Any:
     """
     if not steps:
         return value
-    number, *rest = steps
+    number = steps[0]
     key = list(container)[number] if isinstance(container, dict) else number
     item = container[key]
-    changed = _with_part(item, tuple(rest), value)
+    changed = _with_part(item, steps[1:], value)
     if changed is item:
         return container
     if isinstance(container, tuple):

@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..callbacks import Callback, Context
 from ..capture import (
     ARRAYS,
@@ -21,6 +23,7 @@ from ..capture import (
 from ..core.tensor import Parameter
 from ..data import DataLoader, transforms
 from ..data.datasets import Described
+from ..errors import ConfigError
 from ..metrics import Metric
 from ..nn import Module
 from ..optim import LambdaLR, Optimizer
@@ -116,6 +119,14 @@ def _edges_of_parameter(parameter: Parameter, path: str) -> Iterator[Edge]:
     yield Edge(f"{path}.data", parameter.data, Place("fixed", parameter, "data"))
 
 
+def _array_of(parameter: Parameter) -> np.ndarray | None:
+    """Returns the numbers of a parameter; None if they are spread over ranks (zero=3)."""
+    try:
+        return parameter.data
+    except ConfigError:
+        return None
+
+
 def _edges_of_optimizer(optimizer: Optimizer, path: str) -> Iterator[Edge]:
     """Yields the settings of an optimizer, and what else a rule of the user's own keeps."""
     yield from edges_of_object(optimizer, path, skip=Optimizer._internal)
@@ -129,7 +140,7 @@ def _edges_of_loader(loader: DataLoader, path: str) -> Iterator[Edge]:
 
 
 register_edges(Module, _edges_of_module)
-register_memory(Parameter, ARRAYS._replace(owned=lambda parameter: parameter.data))
+register_memory(Parameter, ARRAYS._replace(owned=_array_of))
 register_edges(DataLoader, _edges_of_loader)
 register_edges(Context, edges_of_host)
 register_edges(Parameter, _edges_of_parameter)
