@@ -502,8 +502,8 @@ def _edges_of_environment(function: types.FunctionType) -> Iterator[Edge]:
     """Yields the variables of the environment that a user's own function names, if it uses the
     environment at all; None stands for one that is not set.
     """
-    names, attributes = names_in(function.__code__)
-    if "environ" not in names and "environ" not in attributes:
+    names, attributes_read = names_in(function.__code__)
+    if "environ" not in names and "environ" not in attributes_read:
         return
     globals_read = (function.__globals__.get(name) for name in names)
     texts = {*_texts_in(function.__code__), *(one for one in globals_read if type(one) is str)}
