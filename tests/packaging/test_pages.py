@@ -6,7 +6,9 @@ How a block is to be marked: pages.py.
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
 import json
 import re
 import shlex
@@ -359,3 +361,112 @@ def test_every_public_name_is_described(module):
     names = importlib.import_module(f"odyssey{module}").__all__
     page = (ROOT / "docs" / "api.md").read_text()
     assert [name for name in names if not re.search(rf"\b{name}\b", page)] == []
+
+
+CALL = re.compile(r"(\.?[A-Za-z_][\w.]*)\((.*)\)")
+ARGUMENT = re.compile(r"[a-z]\w*=.+")
+COLLECTIVE = {"group", "async_op"}  # the page says once that all collectives take them
+
+
+def find_object(module: str, name: str):
+    """Returns what a name of docs/api.md stands for, such as "plan.make" of odyssey.parallel."""
+    one = importlib.import_module(module)
+    for part in name.split("."):
+        one = getattr(one, part, None) or importlib.import_module(f"{one.__name__}.{part}")
+    return one
+
+
+def read_signatures():
+    """Returns [text, function or class, parameters as text] of each signature in docs/api.md.
+
+    A row that starts with ".name" is of the class before it. One that starts with "name=value" adds
+    parameters to that class.
+    """
+    found = []
+    module = ""
+    owner: list = []
+    for line in (ROOT / "docs" / "api.md").read_text().splitlines():
+        if line.startswith("## "):
+            module = line[3:] if line.startswith("## odyssey") else ""
+        if not module or not line.startswith("| `"):
+            continue
+        for text in re.findall(r"`([^`]+)`", line.split(" | ")[0]):
+            if owner and ARGUMENT.fullmatch(text):
+                if f"{text.split('=')[0]}=" not in owner[2]:
+                    owner[2] = owner[2].replace("**settings", f"{text}, **settings")
+                continue
+            match = CALL.fullmatch(text)
+            if match is None:
+                continue
+            name, parameters = match.groups()
+            one = getattr(owner[1], name[1:]) if name[0] == "." else find_object(module, name)
+            found.append([text, one, parameters])
+            if inspect.isclass(one):
+                owner = found[-1]
+    return found
+
+
+def read_parameters(text: str):
+    """Returns the written parameters, and whether "..." stands for more."""
+    parts = re.split(r",\s*(?![^()]*\))", text) if text else []
+    kept = [part for part in parts if part != "..."]
+    return ast.parse(f"def f({', '.join(kept)}): pass").body[0].args, len(kept) < len(parts)
+
+
+def compare_parameters(written: ast.arguments, is_cut: bool, real: inspect.Signature) -> list[str]:
+    """Returns what is wrong with written parameters."""
+    everything = [p for p in real.parameters.values() if p.name != "self"]
+    plain = {p.name: p for p in everything if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in everything)
+    positional = written.args
+    defaults = dict(zip(positional[::-1], written.defaults[::-1], strict=False))
+    defaults |= dict(zip(written.kwonlyargs, written.kw_defaults, strict=True))
+    wrong = []
+    for argument in [*positional, *written.kwonlyargs]:
+        name = argument.arg
+        if name not in plain and takes_any:
+            continue
+        if name not in plain:
+            wrong.append(f"there is no {name}")
+            continue
+        given = defaults.get(argument)
+        default = plain[name].default
+        if given is None:
+            is_right = default is inspect.Parameter.empty
+        elif isinstance(given, ast.Name):  # such as float32 or SUM
+            is_right = given.id in (getattr(default, at, "") for at in ("__name__", "name"))
+        else:
+            is_right = ast.literal_eval(given) == default
+        if not is_right:
+            shown = "required" if default is inspect.Parameter.empty else repr(default)
+            wrong.append(f"{name} is {shown}")
+    if not is_cut:
+        known = {argument.arg for argument in [*positional, *written.kwonlyargs]}
+        wrong += [f"{name} is missing" for name in plain if name not in known]
+    return wrong
+
+
+def test_signatures_are_those_of_the_code():
+    wrong = []
+    for text, one, written in read_signatures():
+        names, is_cut = read_parameters(written)
+        is_collective = getattr(one, "__module__", "").startswith("odyssey.distributed.")
+        skipped = COLLECTIVE if is_collective and not inspect.isclass(one) else set()
+        signature = inspect.signature(one)
+        known = {argument.arg for argument in names.args}
+        left = [p for p in signature.parameters.values() if p.name not in skipped - known]
+        problems = compare_parameters(names, is_cut, inspect.Signature(left))
+        wrong += [f"{text[:40]}: {problem}" for problem in problems]
+    assert wrong == []
+
+
+def test_wrong_signatures_are_found():
+    def shown(a, b=1, *, c="x"):
+        return a, b, c
+
+    def problems(text):
+        return compare_parameters(*read_parameters(text), inspect.signature(shown))
+
+    assert problems('a, b=1, *, c="x"') == problems("a, ...") == []
+    assert problems("a, b=2, d=3, ...") == ["b is 1", "there is no d"]
+    assert problems("a=1, b=1") == ["a is required", "c is missing"]
