@@ -18,6 +18,7 @@ from odyssey import DistributedTrainer, Mesh, data, nn, optim
 from odyssey import functional as F
 from odyssey.callbacks import Callback, Context, LambdaCallback
 from odyssey.comm import Communicator, mock
+from odyssey.core.tensor import Tensor
 from odyssey.errors import CollectiveError, ConfigError, NumericsError, OdysseyError, Stopped
 
 STEPS, EPOCHS = 3, 3
@@ -331,6 +332,62 @@ def test_layers_are_unfrozen_one_after_the_other(layout, tmp_path):
         == [eager] * 2
     )
     assert resumed(tmp_path, (2, 4, 6, 7), make, change) == eager
+
+
+# --- arrays ---------------------------------------------------------------------------------------
+
+
+class Weighted(nn.Module):
+    """A loss with class weights: `kind` says how it holds them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        ones = np.ones(3, np.float32)
+        self.weight: Any = {"array": ones, "tensor": Tensor(ones), "dict": {"w": [ones]}}[kind]
+
+    def array(self) -> np.ndarray:
+        weight = self.weight["w"][0] if isinstance(self.weight, dict) else self.weight
+        return weight.data if isinstance(weight, Tensor) else weight
+
+    def forward(self, output, target):
+        return F.cross_entropy(output, target, weight=self.array())
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_epoch_end", "on_epoch_start"])
+@pytest.mark.parametrize("kind", ["array", "tensor", "dict"])
+def test_an_array_of_the_loss_that_changes_in_place(kind, event, tmp_path):
+    def act(context: Context) -> None:
+        context.trainer.loss.array()[:] = 1.0 + np.arange(3) * (context.steps + 1)
+
+    def make(**settings: Any) -> DistributedTrainer:
+        return made(loss=Weighted(kind), **settings)
+
+    change = LambdaCallback(**{event: act})
+    eager = fit(make(execution="eager"), change)
+    assert fit(make(), change) == resumed(tmp_path, (2, 3, 5), make, change) == eager
+    assert eager != fit(make())
+    assert set(mock.run(3, lambda comm: fit(make(comm=comm, zero=2), change))) == {eager}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_large_array_that_changes_in_place_is_named(ranks):
+    def prepare(net: Net) -> None:
+        net.table = np.ones(20_000, np.float32)
+        net.outside = lambda: float(net.table[0])
+
+    def act(context: Context) -> None:
+        context.trainer.model.table *= 0.5
+
+    def assign(context: Context) -> None:
+        context.trainer.model.table = context.trainer.model.table * np.float32(0.5)
+
+    def run(comm: Communicator, **events: Any) -> str:
+        return fit(made(prepare, comm), LambdaCallback(**events))
+
+    with pytest.raises(ConfigError, match="table of Net has changed in place.*too large"):
+        mock.run(ranks, functools.partial(run, on_step_end=act))
+    whole = mock.run(ranks, functools.partial(run, on_epoch_start=act))
+    assert whole == mock.run(ranks, functools.partial(run, on_epoch_start=assign))
 
 
 # --- what no module knows -------------------------------------------------------------------------

@@ -8,10 +8,11 @@ settings that the model had.
     lines       the text of a program (listing.py), for comparison with another recording, another
                 rank or a checkpoint
 
-The version doesn't change with a global or with a list that forward() reads. Such changes show up
-when the program is recorded again (`astray`), at epochs, checkpoints and resumes. A forward() that
-does something else in each call would depend on the number of shards of a rank. It raises an error
-when it is first recorded.
+The version doesn't change with what is changed in place. So lists, dicts and small arrays that are
+attributes are compared in each step. A change of a global or of a large array shows up when the
+program is recorded again (`astray`), at epochs, checkpoints and resumes. A forward() that does
+something else in each call would depend on the number of shards of a rank. It raises an error when
+it is first recorded.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core import native, setting_versions
+from ..core import fingerprint, native, setting_versions
 from ..core.arena import Arena
 from ..core.fingerprint import hash_of
 from ..core.placement import FIRST, Device
@@ -41,6 +42,7 @@ from .metrics import record_weight
 
 # Settings whose programs are kept. A schedule of dropout has new settings in each step.
 MAX_SETTINGS = 8
+COMPARED_BYTES = 1 << 16  # of an array that is compared in each step
 
 Executor = Recorder | ShardEager
 
@@ -138,6 +140,10 @@ class Programs:
         self._parameters = dict(self.model._state())
         # Settings that are lists or dicts, with copies. Changes in them don't change the version.
         self._mutable_values: list[tuple[Any, Any]] = []
+        # Settings with arrays, with their contents. They too may change in place.
+        self._arrays: list[tuple[Any, Any]] = []
+        # Large arrays by their keys, with their fingerprints when they were first seen.
+        self._large_arrays: dict[str, tuple[np.ndarray, int]] = {}
         self.setting = 0
 
     # --- settings ---
@@ -148,8 +154,10 @@ class Programs:
         Raises:
             ConfigError: The model has other parameters or submodules than before.
         """
-        if setting_versions.models.value != self._seen_version or any(
-            value != copied for value, copied in self._mutable_values
+        if (
+            setting_versions.models.value != self._seen_version
+            or any(value != copied for value, copied in self._mutable_values)
+            or any(_content_of(value) != content for value, content in self._arrays)
         ):
             self.look()
         return self.setting
@@ -167,17 +175,21 @@ class Programs:
         snapshot: dict[int, tuple[Any, dict[str, Any]]] = {}
         entries: list[tuple[str, Any]] = []
         self._mutable_values = []
+        self._arrays = []
         for prefix, module in (("", self.model), ("loss.", self.loss)):
             if not isinstance(module, Module):
                 continue
             for key, owner, name, value in settings.attributes(module):
                 if name in vars(owner) and not self._is_setting(owner, name):
                     continue
-                plain = settings.is_value(value)
-                entries.append(
-                    (prefix + key, repr(settings.encoded(value)) if plain else id(value))
-                )
-                if plain and _may_change(value):
+                content = _content_of(value)
+                entries.append((prefix + key, id(value) if content is None else content))
+                if content is None:
+                    self._note_large_array(prefix + key, value)
+                elif not settings.is_value(value):
+                    self._arrays.append((value, content))
+                    value = copy.deepcopy(value)
+                elif _may_change(value):
                     self._mutable_values.append((value, copy.deepcopy(value)))
                     value = self._mutable_values[-1][1]
                 snapshot.setdefault(id(owner), (owner, {}))[1][name] = value
@@ -192,6 +204,21 @@ class Programs:
         self.setting = model_settings.number
         while len(self._settings_by_key) > MAX_SETTINGS:
             self._drop_oldest_settings()
+
+    def _note_large_array(self, key: str, value: Any) -> None:
+        """Notes the fingerprint of an array that is too large to be compared in each step."""
+        array = _array_of(value)
+        if array is not None and array.nbytes and not array.dtype.hasobject:
+            known = self._large_arrays.get(key)
+            if known is None or known[0] is not array:
+                self._large_arrays[key] = array, fingerprint.of_bytes(array)
+
+    def changed_array(self) -> str | None:
+        """Returns the key of a large array that was changed in place since it was first seen."""
+        for key, (array, first) in self._large_arrays.items():
+            if fingerprint.of_bytes(array) != first:
+                return key
+        return None
 
     def _drop_oldest_settings(self) -> None:
         """Drops the settings that were used least recently, with their programs.
@@ -486,6 +513,7 @@ class Programs:
         """
         if self.shape is None or self.astray():
             self.forget()
+        self._large_arrays.clear()
         self.look()
 
     def forget(self) -> None:
@@ -604,6 +632,30 @@ class Programs:
         if self.train:
             executor.scaled = self.scaled
             loss.backward()
+
+
+def _array_of(value: Any) -> np.ndarray | None:
+    """Returns the array that a value is or holds as a tensor; None for other values."""
+    value = value.data if isinstance(value, Tensor) else value
+    return value if isinstance(value, np.ndarray) else None
+
+
+def _content_of(value: Any) -> Any:
+    """Returns what a program depends on of a setting: equal contents are equal settings.
+
+    Returns None if it depends on the object itself.
+    """
+    if settings.is_value(value):
+        return repr(settings.encoded(value))
+    array = _array_of(value)
+    if array is not None:
+        is_compared = array.nbytes <= COMPARED_BYTES and not array.dtype.hasobject
+        return (array.dtype.str, array.shape, array.tobytes()) if is_compared else None
+    if type(value) not in (list, tuple, dict):
+        return None
+    items = [*value, *value.values()] if isinstance(value, dict) else value
+    contents = [_content_of(item) for item in items]
+    return None if None in contents else (type(value).__name__, *contents)
 
 
 def _may_change(value: Any) -> bool:

@@ -13,17 +13,19 @@ from ..callbacks import Callback, Context
 from ..capture import (
     ARRAYS,
     Edge,
+    Kind,
     Place,
     edges_of_host,
     edges_of_object,
+    register,
     register_edges,
     register_memory,
     register_walkable,
 )
-from ..core.tensor import Parameter
+from ..core.tensor import Parameter, Tensor
 from ..data import DataLoader, transforms
 from ..data.datasets import Described
-from ..errors import ConfigError
+from ..errors import ConfigError, OdysseyError
 from ..metrics import Metric
 from ..nn import Module
 from ..optim import LambdaLR, Optimizer
@@ -139,6 +141,37 @@ def _edges_of_loader(loader: DataLoader, path: str) -> Iterator[Edge]:
     yield from edges_of_host(loader, path)
 
 
+def _has_numbers(tensor: Tensor) -> bool:
+    """Tells whether a tensor has its numbers now, and none that a tape computes."""
+    try:
+        return tensor.node is None and tensor.data is not None
+    except OdysseyError:  # it belongs to a recorded program
+        return False
+
+
+def _build_tensor(parts: list[Any]) -> Tensor:
+    data, requires_grad = parts
+    return Tensor(data, requires_grad, data.dtype.type)
+
+
+def _put_tensor(target: Tensor, value: Tensor) -> bool:
+    if target.shape != value.shape or target.dtype != value.dtype:
+        return False
+    target.data = value.data
+    target.requires_grad = value.requires_grad
+    return True
+
+
+register(
+    Kind(
+        "odyssey tensor",
+        (Tensor,),
+        lambda tensor: [tensor.data, bool(tensor.requires_grad)],
+        _build_tensor,
+        _put_tensor,
+        fits=_has_numbers,
+    )
+)
 register_edges(Module, _edges_of_module)
 register_memory(Parameter, ARRAYS._replace(owned=_array_of))
 register_edges(DataLoader, _edges_of_loader)

@@ -311,7 +311,16 @@ class EngineChecks(RankChecks):
         change = self.stepper.engine.programs.astray()
         everyone = self.comm.all_gather(np.array([bool(change)], np.int32))
         if everyone.any():
-            change = agreement.texts(self.comm, change, LINE)[int(np.argmax(everyone))]
+            rank = int(np.argmax(everyone))
+            array = self.stepper.engine.programs.changed_array() or ""
+            change, array = (agreement.texts(self.comm, t, LINE)[rank] for t in (change, array))
+            if array:
+                raise ConfigError(
+                    f"[train] by step {self.stepper.steps} {array} of "
+                    f"{type(self.stepper.model).__name__} has changed in place, and is too large "
+                    "to be compared in each step, so steps computed with its earlier values; set "
+                    "the attribute to another array instead, or change it in on_epoch_start"
+                ).on_all_ranks()
             raise ConfigError(
                 f"[train] by step {self.stepper.steps} forward() of "
                 f"{type(self.stepper.model).__name__} computes something else than in the steps "
