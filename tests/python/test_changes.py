@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -337,24 +338,32 @@ def test_layers_are_unfrozen_one_after_the_other(layout, tmp_path):
 # --- arrays ---------------------------------------------------------------------------------------
 
 
+def torch_ones() -> Any:
+    """Returns a tensor of PyTorch, which checkpoints hold if odyssey.torch is imported."""
+    torch = pytest.importorskip("torch")
+    importlib.import_module("odyssey.torch")
+    return torch.ones(3)
+
+
 class Weighted(nn.Module):
     """A loss with class weights: `kind` says how it holds them."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         ones = np.ones(3, np.float32)
-        self.weight: Any = {"array": ones, "tensor": Tensor(ones), "dict": {"w": [ones]}}[kind]
+        kinds = {"array": ones, "tensor": Tensor(ones), "dict": {"w": [ones]}}
+        self.weight: Any = torch_ones() if kind == "torch" else kinds[kind]
 
     def array(self) -> np.ndarray:
         weight = self.weight["w"][0] if isinstance(self.weight, dict) else self.weight
-        return weight.data if isinstance(weight, Tensor) else weight
+        return np.asarray(weight)
 
     def forward(self, output, target):
         return F.cross_entropy(output, target, weight=self.array())
 
 
 @pytest.mark.parametrize("event", ["on_step_end", "on_epoch_end", "on_epoch_start"])
-@pytest.mark.parametrize("kind", ["array", "tensor", "dict"])
+@pytest.mark.parametrize("kind", ["array", "tensor", "dict", "torch"])
 def test_an_array_of_the_loss_that_changes_in_place(kind, event, tmp_path):
     def act(context: Context) -> None:
         context.trainer.loss.array()[:] = 1.0 + np.arange(3) * (context.steps + 1)

@@ -635,9 +635,17 @@ class Programs:
 
 
 def _array_of(value: Any) -> np.ndarray | None:
-    """Returns the array that a value is or holds as a tensor; None for other values."""
-    value = value.data if isinstance(value, Tensor) else value
-    return value if isinstance(value, np.ndarray) else None
+    """Returns the array that a value is or holds as a tensor, also one of PyTorch; None for other
+    values.
+    """
+    if isinstance(value, np.ndarray):
+        return value
+    if not (hasattr(value, "__array__") and hasattr(value, "nbytes") or isinstance(value, Tensor)):
+        return None
+    try:
+        return np.asarray(value)
+    except Exception:  # it has no numbers now, or NumPy has no such dtype
+        return None
 
 
 def _content_of(value: Any) -> Any:
