@@ -18,6 +18,7 @@ folder.
 | trainers | `backend` of DistributedConfig | makes a trainer of a torch module: (model, optimizer, **settings) |
 | weights | a framework | a module with to_torch(arrays, model), which puts weights into a model of it |
 | tensors | a framework | turns an array into a tensor of it, for its metrics |
+| captured | a package of Python | a module that registers how the walk (capture/) looks into objects of that package |
 | formats | of `odyssey export --format` | (model or None, arrays by name, shape of a sample or None) -> bytes |
 """  # noqa: E501 - a table
 

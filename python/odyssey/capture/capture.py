@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from ..base import registry
 from ..core.fingerprint import hash_of
 from ..errors import CheckpointError, ConfigError
 from . import containers, values
@@ -135,6 +136,10 @@ class Capture:
 
     def begin(self) -> None:
         """Takes what there is now as what the program has built."""
+        for package in registry.provided("captured"):
+            if package in sys.modules:  # the program may hold tensors of PyTorch
+                with contextlib.suppress(ConfigError):  # its version is not supported
+                    registry.load("captured", package)
         self._known = {}
         self._expected_hosts = {}
         self._expected_tuples = {}
