@@ -124,27 +124,56 @@ def test_samples_that_are_drawn_are_the_same_in_each_evaluation():
     assert not torch.equal(first, second), "epochs have other noise"
 
 
-def test_only_a_sampler_that_cannot_be_repeated_is_told_of(tmp_path, capsys):
+class Drawn(torch.utils.data.Sampler):
+    """Draws from the generator of the process, which each epoch seeds."""
+
+    def __iter__(self):
+        return iter(torch.randperm(len(X)).tolist())
+
+    def __len__(self) -> int:
+        return len(X)
+
+
+class Remembers(Drawn):
+    """Begins where the epoch before has ended."""
+
+    def __init__(self) -> None:
+        self.begin = 0
+
+    def __iter__(self):
+        self.begin = (self.begin + 7) % len(X)
+        return iter([(self.begin + i) % len(X) for i in range(len(X))])
+
+
+class Streamed(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return zip(X, Y, strict=True)
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "own generator", "drawn", "remembers", "streamed"])
+def test_samplers_that_come_back_are_not_reported(kind, tmp_path, capsys):
+    pairs = torch.utils.data.TensorDataset(X, Y)
+    options = {
+        "shuffled": {"shuffle": True},
+        "own generator": {"shuffle": True, "generator": torch.Generator()},
+        "drawn": {"sampler": Drawn()},
+        "remembers": {"sampler": Remembers()},
+        "streamed": {},
+    }[kind]
+    data = Streamed() if kind == "streamed" else pairs
+    loader = torch.utils.data.DataLoader(data, 20, **options)
+    made(net()).fit(loader, checkpoint_dir=tmp_path)
+    assert "[checkpoint]" not in capsys.readouterr().err
+
+
+def test_a_sampler_whose_memory_is_lost_is_reported(tmp_path, capsys):
+    sampler = Remembers()
+    sampler.order = (i for i in range(3))
     pairs = torch.utils.data.TensorDataset(X, Y)
     made(net()).fit(
-        torch.utils.data.DataLoader(pairs, 20, shuffle=True), checkpoint_dir=tmp_path / "a"
+        torch.utils.data.DataLoader(pairs, 20, sampler=sampler), checkpoint_dir=tmp_path
     )
-    assert "set_epoch" not in capsys.readouterr().err
-    own = torch.utils.data.DataLoader(pairs, 20, shuffle=True, generator=torch.Generator())
-    made(net()).fit(own, checkpoint_dir=tmp_path / "b")
-    assert "set_epoch" not in capsys.readouterr().err  # its state is in checkpoints
-
-    class Drawn(torch.utils.data.Sampler):
-        def __iter__(self):
-            return iter(torch.randperm(len(X)).tolist())
-
-        def __len__(self) -> int:
-            return len(X)
-
-    made(net()).fit(
-        torch.utils.data.DataLoader(pairs, 20, sampler=Drawn()), checkpoint_dir=tmp_path / "c"
-    )
-    assert "Drawn has no set_epoch" in capsys.readouterr().err
+    assert "can't keep sampler.order (generator)" in capsys.readouterr().err
 
 
 def test_batches_of_which_a_rank_has_its_shards(tmp_path):

@@ -174,15 +174,29 @@ def test_a_loader_without_a_state_now_is_read_from_its_start(tmp_path):
     assert mock.run(1, lambda comm: train(comm, Plain, 4, checkpoint_dir=tmp_path)) == whole
 
 
-def test_generators_are_still_reported(tmp_path, capfd):
-    class Sampler:
-        pass
+class KeepsCount:
+    """A sampler with a memory of its own, which checkpoints hold."""
 
-    class Drawn(Within):
-        sampler = Sampler()
+    def __init__(self):
+        self.epochs = [0]
 
+
+class KeepsIterator:
+    """A sampler with a memory that checkpoints can't hold."""
+
+    def __init__(self):
+        self.order = (i for i in range(3))
+
+
+class KnowsEpoch(KeepsIterator):
+    def set_epoch(self, epoch):
+        self.order = iter(range(epoch))
+
+
+@pytest.mark.parametrize("kind", [KeepsCount, KeepsIterator, KnowsEpoch])
+def test_a_sampler_whose_memory_is_lost_is_reported(kind, tmp_path, capfd):
     class Plain:
-        sampler = Sampler()
+        sampler = kind()
 
         def __init__(self, length):
             self.length = length
@@ -190,7 +204,11 @@ def test_generators_are_still_reported(tmp_path, capfd):
         def __iter__(self):
             return (batch_of(i) for i in range(self.length))
 
-    mock.run(1, lambda comm: train(comm, Drawn, 2, checkpoint_dir=tmp_path / "a"))
-    assert "has no set_epoch()" not in capfd.readouterr().err
+    class WithState(Within):
+        sampler = kind()
+
+    mock.run(1, lambda comm: train(comm, WithState, 2, checkpoint_dir=tmp_path / "a"))
+    assert "can't keep" not in capfd.readouterr().err
     mock.run(1, lambda comm: train(comm, Plain, 2, checkpoint_dir=tmp_path / "b"))
-    assert "the loader's Sampler has no set_epoch()" in capfd.readouterr().err
+    line = "can't keep sampler.order (generator): a resumed run"
+    assert (line in capfd.readouterr().err) == (kind is KeepsIterator)

@@ -175,6 +175,14 @@ class Capture:
         }
         self._announce({**opaque, **self._built.holders}, strict)
 
+    def opaque_below(self, roots: Collection[str]) -> dict[str, str]:
+        """Returns the class names of what checkpoints can't keep below some roots, by path."""
+        return {
+            path: name
+            for path, name in self._built.opaque().items()
+            if self._built.entries[path].root in roots
+        }
+
     def _announce(self, objects: Mapping[str, str], strict: bool = False) -> None:
         """Tells the user once about objects that checkpoints can't keep: class names by path."""
         opaque = {path: name for path, name in objects.items() if path not in self._announced}

@@ -21,7 +21,7 @@ from ..train import (
     own_steps,
 )
 from .data import DataLoader, batches, begin_epoch
-from .generators import Orders, generators
+from .generators import Orders
 from .shard_draws import generator
 from .shards import Shards, Share
 from .worker_seeds import keeps_workers
@@ -104,15 +104,6 @@ class ModuleFeed(BatchFeed):
 
     def part(self, training: bool) -> Callable[[int], tuple[int, int]] | None:
         return Share(self.shards, training)
-
-    def repeats(self, sampler: Any) -> bool:
-        """Returns True also for torch's own samplers, which draw from torch's generator, which
-        each epoch is seeded anew, and for those with generators, whose states are put back.
-        """
-        repeatable = type(sampler).__module__ == "torch.utils.data.sampler" or any(
-            generators(sampler)
-        )
-        return repeatable or super().repeats(sampler)
 
     def evaluated(
         self, loader: Any, context: callbacks.Context, targets: bool = True

@@ -87,12 +87,6 @@ class BatchFeed:
         """
         return None
 
-    def repeats(self, sampler: Any) -> bool:
-        """Returns whether a loader's sampler gives the same order whenever an epoch is begun
-        again.
-        """
-        return hasattr(sampler, "set_epoch")
-
     def batches(self, loader: Any, epoch: int) -> Iterable[datasets.Batch]:
         """The batches of an epoch, from its first or from where the loader was told to start."""
 

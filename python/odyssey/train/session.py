@@ -34,6 +34,7 @@ from ..errors import (
     Stopped,
 )
 from . import agreement, checkpoint_parts, completion, preflight, resume, trained_models
+from .feed import SAMPLER_ROOTS
 from .resume import RESUME
 
 if TYPE_CHECKING:
@@ -169,18 +170,18 @@ class Session:
             self._warn_before_start()
 
     def _warn_before_start(self) -> None:
-        """Warns if resuming may not repeat the order of the data, or if disk space is short.
+        """Warns if a sampler holds what checkpoints can't keep, or if disk space is short.
 
         Raises OutputError: not even one checkpoint fits.
         """
         sampler = getattr(self.loader, "sampler", None)
-        feed = self.trainer.feed
-        if sampler is not None and feed.loader_state is None and not feed.repeats(sampler):
-            self.trainer.say(
-                f"[checkpoint] the loader's {type(sampler).__name__} has no set_epoch(): a "
-                "training that goes on has the same bits only if it gives the same order "
-                "whenever an epoch is begun again"
-            )
+        if self.trainer.feed.loader_state is None and not hasattr(sampler, "set_epoch"):
+            for path, kind in self.trainer.capture.opaque_below(SAMPLER_ROOTS).items():
+                self.trainer.say(
+                    f"[checkpoint] checkpoints can't keep {path} ({kind}): a resumed run has the "
+                    "same order of samples only if it is the same when the program starts. Hold "
+                    "what the sampler remembers in numbers, lists or generators"
+                )
         free_bytes = preflight.free(self.folder)
         checkpoint_bytes = self.trainer.state_bytes
         for warning in preflight.check_space(free_bytes, checkpoint_bytes, str(self.folder)):
