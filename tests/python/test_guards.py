@@ -93,6 +93,24 @@ def test_unknown_reduction_is_refused_at_once() -> None:
         trainer(reduction="butterfly")
 
 
+def test_a_step_takes_a_pair() -> None:
+    x, y = next(iter(data.DataLoader(images(64), batch_size=32)))
+    batch = next(iter(data.DataLoader(data.arrays(x, y, classes=10), batch_size=32)))
+    weights = []
+    for given in (batch, (x, y), [x, y]):
+        manual_seed(1)
+        made = trainer()
+        made.train_step(given)
+        weights.append(made.weights_sha256())
+    assert len(set(weights)) == 1
+
+
+@pytest.mark.parametrize("given", [None, np.zeros((2, 4)), (np.zeros(3),), {"x": np.zeros(3)}, 3])
+def test_what_is_no_batch_is_refused(given: object) -> None:
+    with pytest.raises(ConfigError, match=r"train_step\(\) expected .* pair .*, got a "):
+        trainer().train_step(given)
+
+
 @pytest.mark.parametrize(
     "loader", [(np.zeros((4, 1, 28, 28)), np.zeros(4, int)), np.zeros((4, 1, 28, 28)), 3]
 )

@@ -44,6 +44,41 @@ HERE = Path(__file__).parent
 TRAINING, RANDOM = HERE / "training.py", HERE.parents[1] / "scripts" / "random-layouts"
 
 
+class Named(nn.Module):
+    """Takes named inputs, and returns its own loss, as models of Hugging Face do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x=None, labels=None):
+        return {"loss": nn.functional.cross_entropy(self.layer(x), labels)}
+
+
+@pytest.mark.parametrize("kind", ["tuple", "list", "arrays", "dict"])
+def test_a_step_takes_a_pair_or_a_dict(kind):
+    x, y = torch.randn(8, 4), torch.randint(3, (8,))
+    item = {
+        "tuple": (x, y),
+        "list": [x, y],
+        "arrays": (x.numpy(), y.numpy()),
+        "dict": {"x": x, "labels": y},
+    }[kind]
+
+    def made() -> DistributedTrainer:
+        torch.manual_seed(0)
+        module = Named() if kind == "dict" else nn.Linear(4, 3)
+        return DistributedTrainer(module, torch.optim.SGD(module.parameters(), lr=0.1))
+
+    stepped, fitted = made(), made()
+    loss, _ = stepped.train_step(item)
+    fitted.fit([item], verbose=False)
+    assert loss > 0
+    assert stepped.weights_sha256() == fitted.weights_sha256()
+    with pytest.raises(ConfigError, match=r"train_step\(\) expected .* got a Tensor"):
+        made().train_step(x)
+
+
 @pytest.mark.parametrize("seed", [1, pytest.param(2026, marks=pytest.mark.long)])
 def test_random_modules_have_the_same_bits_on_any_ranks(launch, seed):
     """Whole on one layout; stopped, and gone on with on others."""

@@ -17,6 +17,7 @@ from ..train import (
     BatchFeed,
     BatchSharing,
     ProcessGenerator,
+    batch_of,
     in_batches,
     own_steps,
 )
@@ -84,6 +85,12 @@ class ModuleFeed(BatchFeed):
 
         started = self.started(loader, begin)
         return batches(loader, epoch, self.seed, self.accumulation_steps, started=started)
+
+    def as_batch(self, item: Any) -> datasets.Batch:
+        if isinstance(item, datasets.Batch):
+            return item
+        items = batch_of(item, (tuple, list, dict))
+        return next(batches(items, epoch=0, seed=self.seed, steps=1, started=items))
 
     def end_skip(self) -> None:
         self.capture.end_skip()

@@ -22,7 +22,7 @@ __getattr__, __dir__, __all__ = attach(
         "train.rank_checks": "RankChecks compare_settings",
         "train.sharing": "BatchSharing",
         "train.stepper": "Stepper",
-        "train.batches": "check_batches check_sampler in_batches own_steps",
+        "train.batches": "batch_of check_batches check_sampler in_batches own_steps",
         "train.numerics": "check_replicas",
         "train.progress": "progress",
         "train.resume": "by_first resume spread",

@@ -35,7 +35,7 @@ def own_steps(loader: Any) -> bool:
 
 def check_batches(loader: Any, label: str = "data") -> None:
     """Raises ConfigError for what gives no batches."""
-    arrays = isinstance(loader, (tuple, np.ndarray))
+    arrays = isinstance(loader, tuple) or hasattr(loader, "__array__")
     if arrays or not isinstance(loader, Iterable):
         name = type(loader).__name__
         argument = "data.arrays(x, y)" if arrays else f"your {name}"
@@ -54,6 +54,8 @@ def is_data_set(data: Any) -> bool:
     """Returns whether `data` has samples by their numbers, and is not to be iterated over for
     batches.
     """
+    if hasattr(data, "__array__"):  # an array, or a tensor of PyTorch
+        return False
     by_number = hasattr(data, "gather") or (
         hasattr(data, "__getitem__") and not isinstance(data, Iterable)
     )
@@ -77,6 +79,24 @@ def batches_of(loader: Any) -> Iterable[datasets.Batch]:
             # a copy: a loader may fill the same memory again
             data = datasets.arrays(mapped(np.array, x), y)
             yield datasets.Batch(data, np.arange(len(data)), 0, 0)
+
+
+def batch_of(item: Any, kinds: tuple[type, ...] = (tuple, list)) -> Any:
+    """Returns an item that train_step() got as the only one of a list of batches.
+
+    kinds: types of items that are batches.
+
+    Raises ConfigError: it is no batch.
+    """
+    if not isinstance(item, kinds) or (not isinstance(item, dict) and len(item) != 2):
+        kind = f"a {type(item).__name__}"
+        if isinstance(item, (tuple, list)):
+            kind += f" of {len(item)}"
+        raise ConfigError(
+            "[train] train_step() expected a batch of a DataLoader, or a pair (inputs, targets), "
+            f"got {kind}; use train_step((x, y)), or fit() for a loader"
+        )
+    return [item]
 
 
 def joined(batches: Iterable[datasets.Batch], k: int) -> Iterable[datasets.Batch]:

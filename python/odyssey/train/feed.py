@@ -20,6 +20,7 @@ from ..errors import ConfigError
 from ..parallel.mesh import Mesh
 from . import agreement, resume
 from .batches import (
+    batch_of,
     batches_of,
     check_batches,
     check_sampler,
@@ -94,6 +95,15 @@ class BatchFeed:
             random_scopes.seed_all(random_scopes.number_of(self.seed, "epoch", epoch))
 
         return batches_of(self.started(loader, begin))
+
+    def as_batch(self, item: Any) -> datasets.Batch:
+        """Returns what train_step() got as a batch: a batch stays, a pair of arrays becomes one.
+
+        Raises ConfigError: it is neither.
+        """
+        if isinstance(item, datasets.Batch):
+            return item
+        return next(iter(batches_of(batch_of(item))))
 
     def order_states(self) -> dict[str, np.ndarray]:
         """Returns the states of the generators that the loader holds, by their places."""

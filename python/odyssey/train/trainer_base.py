@@ -276,15 +276,19 @@ class Trainer:
         """
         self.checks.begin_fit(context, compared_data)
 
-    def train_step(self, batch: datasets.Batch) -> tuple[float, float]:
+    def train_step(self, batch: Any) -> tuple[float, float]:
         """One optimizer step over a global batch; returns (sum of losses, correct predictions)
         over its samples.
+
+        batch: of a DataLoader, or a pair (inputs, targets) of arrays or tensors. With
+        `odyssey.torch` also a dict of tensors.
 
         Every rank is given the same batch and computes its own shards of it. With precision="fp16"
         a step whose gradients overflowed changes nothing, on no rank, and counts as a step. Raises
         NumericsError: the loss or a gradient is NaN or infinite (with "fp16": at a loss scale that
         cannot be lowered any more); nothing was changed, on no rank.
         """
+        batch = self.feed.as_batch(batch)
         step = self.take_step(batch)
         context = self.context
         n = len(batch.indices)
