@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import odyssey
-from odyssey import data, nn, optim
+from odyssey import comm, data, nn, optim
 from odyssey.errors import OdysseyError
 
 torch = pytest.importorskip("torch")
@@ -92,6 +92,41 @@ def test_an_error_comes_before_the_first_step_or_never(make, loader, seed):
         assert trainer.steps == 0
     else:
         assert trainer.steps > 0
+        if make is native and shard_size and options.get("accumulation_steps", 1) == 1:
+            sizes = [len(x) for x, _ in batches][:steps]
+            assert all(min(n, shard_size) > 1 and n % shard_size != 1 for n in sizes)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("execution", ["replay", "eager"])
+@pytest.mark.parametrize("own_loop", [False, True])
+@pytest.mark.parametrize(("samples", "batch"), [(17, 17), (33, 16), (25, 24)])
+def test_a_last_shard_of_one_sample_is_named(ranks, execution, own_loop, samples, batch):
+    def run(world):
+        trainer = native(8, comm=world, execution=execution)
+        loader = own_loader(samples, batch, False)
+        if own_loop:
+            for one in loader:
+                trainer.train_step(one)
+        else:
+            trainer.fit(loader, verbose=False)
+        return trainer.steps
+
+    message = "has a shard of one sample.*shard_size, or drop_last=True"
+    if own_loop and samples > batch:  # a loop can't be looked at ahead
+        message += "|one number per channel"
+    with pytest.raises(OdysseyError, match=message):
+        comm.mock.run(ranks, run)
+
+
+def test_a_shard_of_one_image_is_allowed():
+    x = RNG.normal(size=(17, 3, 4, 4)).astype(np.float32)
+    odyssey.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 3))
+    trainer = odyssey.DistributedTrainer(net, optim.SGD(lr=0.1), shard_size=8)
+    pairs = data.arrays(x, np.arange(17) % 3, classes=3)
+    trainer.fit(data.DataLoader(pairs, 17), verbose=False)
+    assert trainer.steps == 1
 
 
 @pytest.mark.parametrize("make", [native, of_torch])

@@ -16,6 +16,10 @@ from .shapes import batched
 from .tape import Tensor, attach, empty
 
 
+class OneNumberError(ShapeError):
+    """Batch norm has one number per channel, which has no variance."""
+
+
 def batch_norm(
     x: Tensor,
     running_mean: Tensor | None,
@@ -51,7 +55,7 @@ def batch_norm(
                 f"[batch_norm] input {x.shape}{shape_text}; they must be (N, C, ...) and (C)"
             )
     if training and x.size == c:
-        raise ShapeError(
+        raise OneNumberError(
             f"[batch_norm] input {x.shape}: one number per channel has no variance; use larger "
             "shards, and where the last batch is one sample, drop_last=True or another batch size"
         )

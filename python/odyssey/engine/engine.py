@@ -27,6 +27,7 @@ import numpy as np
 from ..base.uncopied import uncopied
 from ..core import fingerprint, native, setting_versions
 from ..core.arena import Arena
+from ..core.batch_norm import OneNumberError
 from ..core.program import Record, fuse
 from ..core.tensor import layout_of
 from ..data import Batch
@@ -112,9 +113,10 @@ class Engine:
             like=like and like.programs,
             keeper=self.keeper,
         )
-        # A later step will have a single sample. Its program is recorded before the first step, so
-        # that layers that need more samples raise their error then.
-        self.expects_one_sample = False
+        # The samples of later steps, until the first step. If a shard of theirs will have a single
+        # sample, its program is recorded before the first step, so that layers that need more
+        # samples raise their error then.
+        self.coming_sizes: set[int] = set()
         # The batch after the current one, if it is known. GPUs copy it during the step.
         self.upcoming: Batch | None = None
         self.groups = groups or Groups(layout.comm, layout.mesh)
@@ -286,13 +288,14 @@ class Engine:
         size = self.shard_size_of(samples)
         shape = (samples, size, *form, self.layout.counts(planning.shard_count(samples, size)))
         key = (self.programs.current(), *shape)
-        runner = None if self.expects_one_sample else self._runners.pop(key, None)
+        coming_sizes = self.coming_sizes
+        self.coming_sizes = set()
+        runner = None if coming_sizes else self._runners.pop(key, None)
         if runner is None:
             try:
                 self.programs.recording(size, form)
-                if self.expects_one_sample:
-                    self.expects_one_sample = False
-                    self.programs.recording(1, form)
+                for coming in sorted({samples, *coming_sizes}):
+                    self._check_one_sample(coming, form)
                 # Attributes that forward() sets aren't settings. They are known after a recording,
                 # so the number of the settings may be another one now.
                 key = (self.programs.current(), *shape)
@@ -305,6 +308,29 @@ class Engine:
         while len(self._runners) > MAX_RUNNERS:
             self._drop_runners([next(iter(self._runners))])
         return runner
+
+    def _check_one_sample(self, samples: int, form: Form) -> None:
+        """Records the program of a shard of one sample, if a batch of `samples` has one.
+
+        Raises:
+            ConfigError: Batch norm has one number per channel in it.
+        """
+        size = self.shard_size_of(samples)
+        is_whole = size == 1  # all of its shards, or the only one
+        if not self.programs.train or not (is_whole or samples % size == 1):
+            return
+        try:
+            self.programs.recording(1, form)
+        except OneNumberError as problem:
+            raise ConfigError(
+                f"[train] a batch of {samples} in shards of {size} has a shard of one sample, and "
+                "batch norm of one number per channel has no variance; use another batch size or "
+                "shard_size, or drop_last=True in the loader"
+            ) from problem
+        except OdysseyError:
+            if is_whole:
+                raise
+            # The last shard uses the program of full shards, see `Programs.tail`.
 
     def _prepare_runner(self, shape: tuple[Any, ...], form: Form) -> Runner:
         """Creates a runner for batches of a shape, which is the key of `_runners` without the

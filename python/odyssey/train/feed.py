@@ -353,7 +353,7 @@ class EngineFeed(BatchFeed):
         check_last_step(self.mesh, loader, size, steps)
 
     def expect_sizes(self, sizes: set[int]) -> None:
-        self.engine.expects_one_sample = 1 in sizes
+        self.engine.coming_sizes = sizes
 
     def scale_rate(self, batch_size: int) -> None:
         """Sets, and tells, what `lr_scaling` makes of the rate once the batch size is known."""
