@@ -512,6 +512,36 @@ def rmse(output, target):
     return F.sqrt(F.mse_loss(output, target))
 
 
+@pytest.mark.parametrize("lacking", ["update", "compute", "reset"])
+@pytest.mark.parametrize("front_end", ["odyssey", "torch"])
+def test_a_metric_that_lacks_a_method_is_refused_at_once(lacking, front_end):
+    methods = {"reset": lambda self: None, "update": lambda self, *_: None, "compute": float}
+    del methods[lacking]
+    kind = type("Half", (metrics.Metric,), methods)
+    message = rf"Half has no {lacking}\(\); write {lacking}\(self"
+    if lacking == "reset":
+        with pytest.raises(ConfigError, match=message):
+            kind()
+    half = kind.__new__(kind)  # a subclass need not call __init__
+    with pytest.raises(ConfigError, match=message):
+        if front_end == "odyssey":
+            odyssey.DistributedTrainer(nn.Linear(4, 3), optim.SGD(lr=0.1), metrics={"half": half})
+        else:
+            torch = pytest.importorskip("torch")
+            module = torch.nn.Linear(4, 3)
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            odyssey.torch.DistributedTrainer(module, optimizer, metrics={"half": half})
+
+
+def test_methods_may_be_attributes():
+    class Half(metrics.Metric):
+        reset = update = compute = lambda self, *_: 0.0
+
+    whole = Half()
+    whole.update = lambda output, target: None
+    metrics.check_methods(whole)
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("act", ["fit", "evaluate"])
 @pytest.mark.parametrize("size", [8, 100])

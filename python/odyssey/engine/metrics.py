@@ -20,7 +20,17 @@ from ..core.program import Eager, Recorder, ShardEager, using
 from ..core.tensor import Tensor, no_grad
 from ..data.nested import Form, leaves, mapped
 from ..errors import ConfigError, OdysseyError
-from ..metrics import AUC, F1, R2, Correlation, Precision, Recall, check_mean, is_of_whole_set
+from ..metrics import (
+    AUC,
+    F1,
+    R2,
+    Correlation,
+    Precision,
+    Recall,
+    check_mean,
+    check_methods,
+    is_of_whole_set,
+)
 
 Metric = Callable[[Any, Any], Tensor]
 # places among the statistics: of correct predictions, of weights, of metrics, behind these
@@ -81,6 +91,7 @@ def chosen(
                 f"[train] the metric {name!r} is the class {selected[name].__name__}; use an "
                 f"object, {selected[name].__name__}()"
             )
+        check_methods(selected[name])
         if (
             not isinstance(name, str)
             or not name.isidentifier()

@@ -13,7 +13,7 @@ from ..base.lazy import attach
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "metrics.base": "Metric is_of_whole_set",
+        "metrics.base": "Metric check_methods is_of_whole_set",
         "metrics.classes": "AUC F1 Precision Recall",
         "metrics.means": "check_mean",
         "metrics.numbers": "Correlation R2",

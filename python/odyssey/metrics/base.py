@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ShapeError
+from ..errors import ConfigError, ShapeError
 
 
 class Metric:
@@ -49,15 +49,15 @@ class Metric:
 
     def update(self, *values: Any) -> None:
         """Adds what `values` returned for all shards of a batch, joined along the first axis."""
-        raise NotImplementedError(f"{type(self).__name__} has no update()")
+        raise lacks(self, "update")
 
     def compute(self) -> float:
         """Returns the metric of everything that was added."""
-        raise NotImplementedError(f"{type(self).__name__} has no compute()")
+        raise lacks(self, "compute")
 
     def reset(self) -> None:
         """Forgets everything that was added."""
-        raise NotImplementedError(f"{type(self).__name__} has no reset()")
+        raise lacks(self, "reset")
 
 
 class KeptValues(Metric):
@@ -72,6 +72,27 @@ class KeptValues(Metric):
     def columns(self) -> list[np.ndarray]:
         """Returns the parts of all samples, joined; no parts if nothing was added."""
         return [np.concatenate(parts) for parts in zip(*self.batches, strict=True)]
+
+
+_METHODS = {
+    "update": "update(self, output, target), which adds the samples of a batch",
+    "compute": "compute(self), which returns one number",
+    "reset": "reset(self), which forgets all samples",
+}
+
+
+def lacks(metric: Metric, method: str) -> ConfigError:
+    """Returns the error of a metric whose class lacks a method."""
+    return ConfigError(
+        f"[metrics] {type(metric).__name__} has no {method}(); write {_METHODS[method]}"
+    )
+
+
+def check_methods(metric: Any) -> None:
+    """Raises ConfigError: a subclass of `Metric` lacks a method that a trainer calls."""
+    for method in _METHODS if isinstance(metric, Metric) else ():
+        if getattr(getattr(metric, method), "__func__", None) is getattr(Metric, method):
+            raise lacks(metric, method)
 
 
 def is_of_whole_set(metric: Any) -> bool:
