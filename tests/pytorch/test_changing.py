@@ -5,6 +5,9 @@ same on any ranks.
 from __future__ import annotations
 
 import importlib.util
+import os
+import random
+import time
 
 import numpy as np
 import pytest
@@ -285,3 +288,75 @@ def test_a_rate_of_numpy_is_compared_between_ranks():
 
     with pytest.raises(ConfigError, match="group 0 of the optimizer is"):
         mock.run(2, work)
+
+
+# --- draws from generators without a seed ---------------------------------------------------------
+
+UNSEEDED = {
+    "numpy": lambda: float(np.random.default_rng().normal()),
+    "os": lambda: os.urandom(2)[0] / 256,
+    "random": lambda: random.SystemRandom().random(),
+    "time": lambda: time.perf_counter() % 1,
+}
+
+
+class Noisy(nn.Module):
+    """Multiplies by a number that is drawn."""
+
+    def __init__(self, draw) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.seen = 0.0
+        self.draw = draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = float(x.detach().mean())  # it is not read
+        return self.layer(x) * (1 + self.draw())
+
+
+def train(comm, draw=float, in_loss=False, **settings) -> str:
+    torch.manual_seed(0)
+    module = Noisy(float if in_loss else draw)
+    loss = nn.CrossEntropyLoss()
+    trainer = DistributedTrainer(
+        module,
+        torch.optim.SGD(module.parameters(), 0.1),
+        (lambda out, y: loss(out, y) * (1 + draw())) if in_loss else loss,
+        shard_size=4,
+        comm=comm,
+        **settings,
+    )
+    trainer.fit(BATCHES, verbose=False)
+    return trainer.weights_sha256()
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [*((kind, 1) for kind in UNSEEDED), ("numpy", 2), ("os", 3)]
+)
+@pytest.mark.parametrize("in_loss", [False, True])
+def test_draws_without_a_seed_are_named(kind, in_loss, ranks, capsys):
+    def run(comm=None) -> str:
+        return train(comm, UNSEEDED[kind], in_loss)
+
+    with pytest.raises(ConfigError, match="other results when it computes the same samples again"):
+        run() if ranks == 1 else mock.run(ranks, run)
+    assert "no mean over samples" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("draw", [float, lambda: torch.rand(()).item(), np.random.rand])
+@pytest.mark.parametrize("in_loss", [False, True])
+def test_seeded_draws_are_allowed(draw, in_loss, capsys):
+    assert train(None, draw, in_loss) == train(None, draw, in_loss)
+    assert "no mean over samples" not in capsys.readouterr().err
+
+
+def test_other_results_are_allowed_without_determinism():
+    train(None, UNSEEDED["numpy"], deterministic="warn")
+
+
+@pytest.mark.parametrize("draw", [*UNSEEDED.values(), lambda: torch.rand(()), np.random.rand])
+def test_a_metric_may_draw(draw):
+    def noisy(out: torch.Tensor, y: torch.Tensor):
+        return (out.argmax(1) == y).float().mean() * float(draw())
+
+    train(None, metrics={"noisy": noisy})

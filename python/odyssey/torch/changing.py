@@ -30,7 +30,7 @@ from ..comm import Communicator
 from ..core import random_scopes
 from ..errors import ConfigError
 from ..nn import settings
-from ..train import agreement
+from ..train import NOT_REPEATABLE, agreement, repeats_itself
 
 # times that a number rises by as much as the time before, which a length or a loss does not
 COUNTS = 3
@@ -161,6 +161,8 @@ class ForwardCheck:
 
     Attributes:
         is_due: True before the first step of an epoch.
+        tries_again: True before the first step of a fit() on one rank, where no other rank shows
+            whether a shard has the same results when it is computed again.
     """
 
     def __init__(self, capture: Capture, strict: bool, say: Callable[[str], None]) -> None:
@@ -168,6 +170,7 @@ class ForwardCheck:
         self.strict = strict
         self.say = say
         self.is_due = True
+        self.tries_again = False
         self._before = Picture()
         self._copies: dict[str, Any] = {}
         self._reported: set[str] = set()
@@ -193,7 +196,7 @@ class ForwardCheck:
             _set_all(paths, after, before, copies)
 
     def end(self, compute: Callable[[], list[Any]] | None) -> None:
-        """Looks at what the shard has changed.
+        """Looks at what the shard has changed, and whether it has the same results again.
 
         Args:
             compute: returns the results of the shard as values. It is called with what was there
@@ -201,15 +204,38 @@ class ForwardCheck:
                 has changed is read. None: that can't be tried on this layout.
 
         Raises:
-            ConfigError: Something that has changed is read, or counts calls.
+            ConfigError: Something that has changed is read, or counts calls, or results differ.
         """
         self.is_due = False
+        self._look(compute)
+        if self.tries_again and self.strict and compute is not None:
+            self._check_repeats(compute)
+        self.tries_again = False
+
+    def _check_repeats(self, compute: Callable[[], list[Any]]) -> None:
+        """Raises ConfigError: the shard has other results when it is computed again."""
+
+        def compute_marks() -> list[str]:
+            with self.undone(), random_scopes.restored():
+                return [mark(value) for value in compute()]
+
+        try:
+            repeats = repeats_itself(compute_marks, compute_marks())
+        except Exception:  # if it is no accident, the next shard raises it too
+            return
+        if not repeats:
+            raise ConfigError(f"[torch] {NOT_REPEATABLE}, or use deterministic='warn'")
+
+    def _look(self, compute: Callable[[], list[Any]] | None) -> None:
+        """Looks at what the shard has changed; see `end`."""
         after = self.capture.look(ROOTS)
         paths = _changed(self._before, after)
         if not paths and not _built_in(self._before, after):
             return
         tried = _without_built(paths, self._before, after)
         if tried and compute is not None and (read := self._find_read(tried, after, compute)):
+            if self.strict:
+                self._check_repeats(compute)  # else draws, not the change, may be the cause
             self._refuse(read, after)
         self.capture.by_forward.update(paths, _built_in(self._before, after))
 

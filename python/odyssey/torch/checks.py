@@ -63,6 +63,7 @@ class ModuleChecks(RankChecks):
             )
         self.stepper.forward_watch.remember()
         self.stepper.forward_check.is_due = True
+        self.stepper.forward_check.tries_again = self.comm.size == 1 and not self.comm.in_threads
         self.first_shard.is_due = True
         self.stepper.shards.modes.check_threads()
         super().begin_fit(context, compared_data)

@@ -66,12 +66,14 @@ class FirstShard:
         if not is_due or self.comm.size == 1 or self.zero == 3 or not self.shards.strict:
             return
         value = self._send_samples(batch)
-        gradients: int | None = None
-        if value is not None:
+
+        def compute() -> int | None:
             # an error of the model is raised by the step
             with contextlib.suppress(Exception):
-                gradients = self._compute(value, step)
-        self.shards.arithmetic.compare_first_shard(gradients, step)
+                return None if value is None else self._compute(value, step)
+            return None
+
+        self.shards.arithmetic.compare_first_shard(compute(), step, compute)
 
     def _send_samples(self, batch: datasets.Batch) -> tuple[Any, Any] | None:
         """Returns inputs and targets of the first shard on all ranks; a collective call.

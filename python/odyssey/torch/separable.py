@@ -58,7 +58,7 @@ def looked_at(
     Returns:
         "mean" if the halves have these weights, "weighted" if they have others, "sum" if the loss
         is a sum over samples, "neither" if it is none of these. Or "unknown": the samples can't be
-        separated, or forward() also draws random numbers in eval mode.
+        separated, or forward() or the loss also draws random numbers in eval mode.
     """
     module = owners[0]
     batch = pytree.tree_map_only(torch.Tensor, _widen, batch)
@@ -94,12 +94,15 @@ def looked_at(
                     values.append(float(value.detach()))
                     gradients.append([part.reshape(-1) for part in parts])
                     weights.append(hi - lo if weight is None else weight(cut(lo, hi)))
+                repeated = float(loss(cut(0, samples)).detach())
         except CollectiveError:
             raise
         except Exception:  # an error of forward() itself is raised when the module is trained
             return "unknown", []
         has_drawn = random_scopes.marks() != marks
-    return "unknown" if has_drawn else _classify_loss(gradients, values, weights), values
+    if has_drawn or (repeated != values[0] and not math.isnan(repeated)):
+        return "unknown", values  # it draws random numbers, which are others for each part
+    return _classify_loss(gradients, values, weights), values
 
 
 def _count_samples(batch: Any) -> int:

@@ -15,7 +15,7 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "train.agreement": "agreement",
-        "train.arithmetic": "ARITHMETIC Arithmetic",
+        "train.arithmetic": "ARITHMETIC NOT_REPEATABLE Arithmetic repeats_itself",
         "train.captured": "roots_of",
         "train.feed": "BatchFeed",
         "train.loader_state": "PROCESS_GENERATORS ProcessGenerator",

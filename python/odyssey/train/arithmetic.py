@@ -32,8 +32,23 @@ from . import agreement
 ARITHMETIC = "arithmetic"  # the key in the values of a checkpoint
 FIRST_SHARD = "gradients of the first shard"
 _DESCRIPTION_BYTES = 16 << 10  # by which a rank describes itself after a difference
+NOT_REPEATABLE = (
+    "forward() or the loss has other results when it computes the same samples again, for example "
+    "because it draws from a generator without a seed (np.random.default_rng(), os.urandom); draw "
+    "from torch, numpy.random or random, which odyssey seeds (docs/state.md, what is random)"
+)
 _MAX_CAUSES = 4
 _CPU_INFO = Path("/proc/cpuinfo")
+
+
+def repeats_itself(compute: Callable[[], Any], first: Any) -> bool:
+    """Returns whether a computation has the same result again.
+
+    first: the result of the first time. It may differ from all others, because the first call of a
+    module may build parts of it.
+    """
+    second = compute()
+    return second == first or compute() == second
 
 
 class Arithmetic:
@@ -96,11 +111,19 @@ class Arithmetic:
                 raise ConfigError(f"[train] {message}").on_all_ranks()
         self._handle(others, step=0)
 
-    def compare_first_shard(self, gradients: int | None, step: int) -> None:
+    def compare_first_shard(
+        self, gradients: int | None, step: int, compute: Callable[[], int | None]
+    ) -> None:
         """Compares the fingerprint of the gradients of a batch's first shard; a collective call.
 
-        gradients: None if this rank could not compute them. A rank that can't is not compared,
-        because the step reports its error. Raises ConfigError, on all ranks: they differ.
+        Args:
+            gradients: None if this rank could not compute them. A rank that can't is not compared,
+                because the step reports its error.
+            step: the number of the step.
+            compute: computes the fingerprint again. If a rank's own results differ, its processor
+                and libraries are not the cause.
+
+        Raises ConfigError, on all ranks: they differ.
         """
         row = [gradients is not None, fingerprint.signed(gradients or 0)]
         everyone = self.comm.all_gather(np.array(row, np.int64))
@@ -110,7 +133,18 @@ class Arithmetic:
         first = int(computed[0])
         others = computed[everyone[computed, 1] != everyone[first, 1]]
         if others.size:
+            self._check_repeats(gradients, compute)
             self._handle({FIRST_SHARD: int(others[0])}, step, first)
+
+    def _check_repeats(self, gradients: int | None, compute: Callable[[], int | None]) -> None:
+        """Raises ConfigError, on all ranks: a rank has other results when it computes a shard
+        again; a collective call.
+        """
+        repeats = gradients is None or repeats_itself(compute, gradients)
+        everyone = self.comm.all_gather(np.array([repeats], np.int32))[:, 0]
+        if not everyone.all():
+            rank = self.comm.ranks[int(np.argmin(everyone))]
+            raise ConfigError(f"[train] on rank {rank} {NOT_REPEATABLE}").on_all_ranks()
 
     def _handle(self, others: Mapping[str, int], step: int, first: int = 0) -> None:
         """Raises or notes that ranks differ in some operations; a collective call if they do.

@@ -196,11 +196,14 @@ class EngineChecks(RankChecks):
         engine = self.stepper.engine
         if not is_due or not has_whole_model(engine):
             return
-        value: int | None = None
-        with contextlib.suppress(OdysseyError):  # the step raises it
-            engine.loss_scale = self.stepper.scaler.value
-            value = print_first_shard(engine, batch, self.stepper.steps)
-        self.arithmetic.compare_first_shard(value, self.stepper.steps)
+
+        def compute() -> int | None:
+            with contextlib.suppress(OdysseyError):  # the step raises it
+                engine.loss_scale = self.stepper.scaler.value
+                return print_first_shard(engine, batch, self.stepper.steps)
+            return None
+
+        self.arithmetic.compare_first_shard(compute(), self.stepper.steps, compute)
 
     def compare_step(self, batch: Batch) -> None:
         """Compares what the ranks are given in a step and what their models do with it, where

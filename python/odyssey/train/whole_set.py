@@ -92,7 +92,12 @@ class WholeSet:
         """
         values = {}
         for name, one in self.running.items():
-            values[name] = mapped(self.to_array, _values_of(one.metric, output, target))
+            kept: tuple[Any, ...] = output, target
+            if isinstance(one.metric, Metric):
+                is_own = type(one.metric).__module__.startswith("odyssey.metrics")
+                with contextlib.nullcontext() if is_own else self._drawing(name, "values", first):
+                    kept = tuple(one.metric.values(output, target))
+            values[name] = mapped(self.to_array, kept)
         self._shards.append([first, values])
 
     def exchange(self) -> dict[str, tuple[Any, ...]]:
@@ -136,14 +141,16 @@ class WholeSet:
                     numbers[name] = _as_number(name, one.metric.compute())
         return numbers
 
-    def _drawing(self, name: str, call: str) -> contextlib.AbstractContextManager[None]:
+    def _drawing(
+        self, name: str, call: str, first: int = 0
+    ) -> contextlib.AbstractContextManager[None]:
         """Returns a scope of random numbers, for a metric such as a bootstrap.
 
-        Numbers depend on the metric and on the samples that it has counted.
+        Numbers depend on the metric, on the samples that it has counted, and on `first`.
         """
         if self.comm.in_threads:
             return contextlib.nullcontext()
-        return random_scopes.scope(0, "metric", name, call, self.running[name].counted)
+        return random_scopes.scope(0, "metric", name, call, self.running[name].counted, first)
 
     # --- what a front end has instead of arrays ---
 
@@ -160,11 +167,6 @@ def split_metrics(metrics: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
     """Returns the metrics that are summed over samples, and those of the whole set."""
     of_set = {name: metric for name, metric in metrics.items() if is_of_whole_set(metric)}
     return {name: metric for name, metric in metrics.items() if name not in of_set}, of_set
-
-
-def _values_of(metric: Any, output: Any, target: Any) -> tuple[Any, ...]:
-    """Returns what is kept of a shard: output and target, unless the metric says otherwise."""
-    return tuple(metric.values(output, target)) if isinstance(metric, Metric) else (output, target)
 
 
 def _joined(parts: Sequence[Any]) -> Any:
