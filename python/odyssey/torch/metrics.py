@@ -148,12 +148,11 @@ def _check_function(name: str, function: Metric, out: Any, y: Any, samples: int)
             continue
         try:
             metric = copy.deepcopy(function)  # it may count its calls
-            marks = random_scopes.marks()
             again, *parts = [
                 torch.as_tensor(metric(*_rows((outputs, targets), lo, hi))).float()
                 for lo, hi in ((0, count), (0, count), (0, half), (half, count))
             ]
-            if random_scopes.marks() != marks or not torch.equal(again, parts[0]):
+            if not torch.equal(again, parts[0]):
                 return  # it draws random numbers, which are others for each part
         # what is wrong with it is reported where it is summed
         except Exception:
