@@ -49,6 +49,7 @@ KINDS = {
     "tests/cli/test_processes.py": "procs",
     "tests/comm/": "procs",
     "tests/data/test_datasets.py": "procs",
+    "tests/data/test_first_samples.py": "procs",
     "tests/data/test_sources.py": "procs",
     "tests/data/test_workers.py": "procs",
     "tests/e2e/": "procs",

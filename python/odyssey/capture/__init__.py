@@ -2,7 +2,7 @@
 
 values.py says what a checkpoint can hold, edges.py what an object holds, resources.py what is never
 looked into, walk.py how everything is met, sharing.py and containers.py what is held at several
-places, and capture.py what is kept, compared and put back.
+places, capture.py what is kept, compared and put back, and undo.py how code is run on trial.
 docs/state.md explains it to users.
 """
 
@@ -20,6 +20,7 @@ from .edges import (
 )
 from .resources import is_resource
 from .sharing import ARRAYS, Memory, register_memory
+from .undo import Undo
 from .values import Kind, NotAValue, decode, encode, is_value, mark, put_into, register
 from .walk import REFERENCE, Picture, walk
 
@@ -34,6 +35,7 @@ __all__ = [
     "Picture",
     "Place",
     "REFERENCE",
+    "Undo",
     "decode",
     "edges_of_host",
     "edges_of_object",

@@ -61,8 +61,8 @@ ATTEMPTS = 20  # walks while other threads change what is walked
 COPIED_BYTES = 1 << 20  # a value of at most this size is copied when fit() begins
 ADVICE = "list it in the class attribute _not_state if the training does not depend on it"
 
-_KEPT_SORTS = (VALUE, STATE, REDUCED)
-_GENERATORS = frozenset({"random", "generator", "random state", "seed sequence", "torch generator"})
+KEPT_SORTS = (VALUE, STATE, REDUCED)
+GENERATORS = frozenset({"random", "generator", "random state", "seed sequence", "torch generator"})
 _READ_AHEAD_ROOTS = frozenset({"transform", "collate"})  # which loaders call ahead of the steps
 _AT_EPOCH_START = "epoch start "  # starts the names of arrays
 
@@ -157,9 +157,9 @@ class Capture:
         self._start_code = {}
         self._in_epoch = False
         for path, entry in self._built.entries.items():
-            if entry.sort in _KEPT_SORTS and _size_of(entry.value) <= COPIED_BYTES:
+            if entry.sort in KEPT_SORTS and size_of(entry.value) <= COPIED_BYTES:
                 arrays: dict[str, np.ndarray] = {}
-                node = values.encode(_parts_of(entry), arrays, path)
+                node = values.encode(parts_of(entry), arrays, path)
                 copies = {name: np.array(array) for name, array in arrays.items()}
                 self._copies[path] = node, copies
 
@@ -254,7 +254,7 @@ class Capture:
         everything = self._roots()
         names = everything.keys() if roots is None else {*roots}
         chosen = {name: root for name, root in everything.items() if name in names}
-        picture = _walk_patiently(chosen, self._kept(), self._known)
+        picture = walk_patiently(chosen, self._kept(), self._known)
         if known := self._set_by_forward():
             for path, entry in picture.entries.items():
                 if entry.place.kind == "attribute":
@@ -446,7 +446,7 @@ class Capture:
             if first is None:
                 is_kept = first_path in self._expected_hosts
             else:
-                is_kept = first.sort in (*_KEPT_SORTS, REFERENCE)
+                is_kept = first.sort in (*KEPT_SORTS, REFERENCE)
             has_holder = self._has_same_parent(parent, picture)
             if is_kept and has_holder and not self.changed_in_forward(path):
                 gone.append(path)
@@ -489,7 +489,7 @@ class Capture:
             if first is None:
                 can_be_put = first_path in picture.hosts
             else:
-                is_kept = first.sort in (*_KEPT_SORTS, REFERENCE)
+                is_kept = first.sort in (*KEPT_SORTS, REFERENCE)
                 can_be_put = is_kept and first.root not in LOADER_ROOTS
             if can_be_put:
                 changed[path] = [first_path, parent, *_key_of(place)]
@@ -505,13 +505,13 @@ class Capture:
         changed: dict[str, Any] = {}
         built_late = self._built_late(picture)
         for path, entry in picture.entries.items():
-            if entry.sort not in _KEPT_SORTS or self.changed_in_forward(path):
+            if entry.sort not in KEPT_SORTS or self.changed_in_forward(path):
                 continue
             if self._is_of_late_host(entry, picture):
                 continue
             if self._marks.get(path) == entry.mark or self._is_cache(entry, built_late):
                 continue
-            node = values.encode(_parts_of(entry), arrays, prefix + path)
+            node = values.encode(parts_of(entry), arrays, prefix + path)
             changed[path] = [entry.sort, node, entry.root, entry.parent, *_key_of(entry.place)]
         return changed
 
@@ -523,7 +523,7 @@ class Capture:
         """
         holders: set[str] = set()
         for path, entry in picture.entries.items():
-            if entry.root not in LOADER_ROOTS or entry.sort in _KEPT_SORTS:
+            if entry.root not in LOADER_ROOTS or entry.sort in KEPT_SORTS:
                 continue
             before = self._built.entries.get(path)
             if before is not None and before.sort == entry.sort:
@@ -554,7 +554,7 @@ class Capture:
         if entry.parent not in built_late or type(entry.value) in (int, float):
             return False
         kind = values.kind_of(entry.value)
-        return kind is None or kind.name not in _GENERATORS
+        return kind is None or kind.name not in GENERATORS
 
     # --- epochs ---
 
@@ -1161,7 +1161,7 @@ class Capture:
         built_late = self._built_late(restorer.picture)
         tuples = saved.get("tuples", ())
         for path, entry in list(restorer.picture.entries.items()):
-            if entry.sort not in _KEPT_SORTS or path not in self._marks:
+            if entry.sort not in KEPT_SORTS or path not in self._marks:
                 continue
             if path in saved["values"] or entry.parent in tuples:
                 continue
@@ -1228,7 +1228,7 @@ class _Restorer:
         if entry is None:
             self._create(path, sort, node, arrays, parent, key)
             return
-        if entry.sort not in _KEPT_SORTS:
+        if entry.sort not in KEPT_SORTS:
             if entry.sort in (SAMPLED, OPAQUE, RESOURCE) or not self.final:
                 return
             # the program has let go of an object
@@ -1243,7 +1243,8 @@ class _Restorer:
         if sort == STATE:
             entry.place.set(value)
         elif sort == REDUCED:
-            self._put_reduced(entry, value)
+            if not put_reduced(entry, value):
+                raise self._refuse(path, f"a {type(entry.value).__qualname__} can't be set")
         elif _is_view(entry.value) and entry.place.set(value):
             return  # its memory is that of another object, such as a sample of the data set
         elif entry.place.kind != "contents" and values.put_into(entry.value, value):
@@ -1378,7 +1379,7 @@ class _Restorer:
         if self.picture.aliases.get(path) == first_path:
             return
         first = self.picture.entries.get(first_path)
-        if first is not None and first.sort in (*_KEPT_SORTS, REFERENCE):
+        if first is not None and first.sort in (*KEPT_SORTS, REFERENCE):
             target = first.value
         else:
             target = self.picture.hosts.get(first_path)
@@ -1395,7 +1396,7 @@ class _Restorer:
         """
         entry = self.picture.entries.get(path)
         if entry is not None:
-            place = entry.place if entry.sort in (*_KEPT_SORTS, REFERENCE) else None
+            place = entry.place if entry.sort in (*KEPT_SORTS, REFERENCE) else None
         else:
             place, _ = self.picture.alias_places.get(path, (None, ""))
         if place is not None and not place.remove():
@@ -1503,7 +1504,7 @@ def _is_view(value: Any) -> bool:
     return isinstance(base, type(value))
 
 
-def _walk_patiently(
+def walk_patiently(
     roots: Mapping[str, Any], kept: Container[int], known: Mapping[int, str]
 ) -> Picture:
     """Walks again if a thread, such as one that reads batches ahead, has changed a container."""
@@ -1557,9 +1558,26 @@ def _flat(value: Any) -> list[Any]:
     return [inner for item in items for inner in _flat(item)]
 
 
-def _parts_of(entry: Entry) -> Any:
+def parts_of(entry: Entry) -> Any:
     """Returns what of an entry is encoded."""
     return reduced(entry.value) if entry.sort == REDUCED else entry.value
+
+
+def put_reduced(entry: Entry, parts: list[Any]) -> bool:
+    """Gives an object of a class in C the state that was saved, or builds one of its class.
+
+    Returns False if that isn't possible.
+    """
+    _, arguments, state, items = parts
+    target = entry.value
+    if state is not None and hasattr(target, "__setstate__"):
+        target.__setstate__(state)
+        return True
+    kind = type(target)
+    if items is not None or state is not None or kind.__module__ not in ("itertools",):
+        return False
+    entry.place.set(kind(*arguments))
+    return True
 
 
 def _can_be_put(entry: Entry) -> bool:
@@ -1597,6 +1615,6 @@ def _in_words(entry: Entry) -> str:
     return f"a {entry.mark}"
 
 
-def _size_of(value: Any) -> int:
+def size_of(value: Any) -> int:
     """Returns the bytes of arrays in a value."""
     return sum(getattr(item, "nbytes", 0) for item in _flat(value))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
+import struct
 import sys
 import threading
 from collections.abc import Iterator
@@ -204,6 +205,16 @@ def number_of(seed: int, *key: int | str) -> int:
     """
     text = repr((seed, *key)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def seed_of(*numbers: int) -> int:
+    """Returns a seed of 63 bits that depends on these numbers, of 64 bits each.
+
+    Equal numbers give equal seeds. Seeds of different numbers are unrelated.
+    """
+    data = struct.pack(f"<{len(numbers)}Q", *(n & (1 << 64) - 1 for n in numbers))
+    digest = hashlib.blake2b(data, digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def join_group(number: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import itertools
 import queue
 import sys
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from odyssey.data.datasets import ArrayDataset, described, outside
-from odyssey.data.reader import Batch, Reader
+from odyssey.data.reader import Batch, Reader, SampleTrial
 from odyssey.data.sampler import DistributedSampler, permutation
 from odyssey.errors import ConfigError, check_integer
 
@@ -239,7 +240,30 @@ class DataLoader:
     @property
     def reads_ahead(self) -> bool:
         """True if samples are read and transformed before the consumer asks for them."""
-        return not self.in_memory and bool(self._prefetch or self._worker_count)
+        is_ahead = self._worker_count or (self._prefetch and not self.draws)
+        return not self.in_memory and bool(is_ahead)
+
+    @property
+    def draws(self) -> bool | None:
+        """Whether samples draw from the generators of the process; None if it isn't known yet.
+
+        Such samples are read in the loop or in worker processes. A thread that reads ahead would
+        share the generators with the program.
+        """
+        return self._reader.scopes.draws
+
+    @draws.setter
+    def draws(self, draws: bool) -> None:
+        self._reader.scopes.draws = draws
+
+    @property
+    def reads_natively(self) -> bool:
+        """True if only code of odyssey reads and transforms samples."""
+        return self._reader.draws_nothing
+
+    def trial(self) -> SampleTrial:
+        """Returns what reads single samples, for a check before an iteration."""
+        return SampleTrial(self._reader)
 
     def steps(self, *, pieces: int = 1, join: int = 1, part: Part | None = None) -> Iterator[Batch]:
         """Yields the batches of the next epoch as a trainer needs them.
@@ -260,19 +284,40 @@ class DataLoader:
         cut = _join_batches(_cut_pieces(batches, pieces), join)
         if not self.reads_ahead:
             return self._read_batches(cut, epoch, part, _never)
-        read = self._read_by_workers if self._worker_count else self._read_batches
+        if not self._worker_count:
+            return self._read_ahead(cut, epoch, part)
         # The thread has no reference to the iterator that is returned here. So the garbage
         # collector closes an iterator that nobody uses any more, and the thread ends.
         return _prefetch_batches(
-            lambda stopped: read(cut, epoch, part, stopped), max(self._prefetch, 1)
+            lambda stopped: self._read_by_workers(cut, epoch, part, stopped), max(self._prefetch, 1)
         )
 
+    def _read_ahead(self, cut: Pieces, epoch: int, part: Part | None) -> Iterator[Batch]:
+        """Yields batches that a thread reads ahead, or each when it is asked for if samples draw.
+
+        The first batch of an epoch shows whether they draw. The consumer would wait for it anyway.
+        """
+        first: list[Batch] = []
+        if not self.reads_natively:
+            first = list(self._read_batches(itertools.islice(cut, 1), epoch, part, _never))
+        if self.draws:
+            yield from first
+            yield from self._read_batches(cut, epoch, part, _never)
+        else:
+            read = functools.partial(self._read_batches, cut, epoch, part, seeds=False)
+            yield from _prefetch_batches(read, self._prefetch, first)
+
     def _read_batches(
-        self, cut: Pieces, epoch: int, part: Part | None, stopped: Callable[[], bool]
+        self,
+        cut: Pieces,
+        epoch: int,
+        part: Part | None,
+        stopped: Callable[[], bool],
+        seeds: bool = True,
     ) -> Iterator[Batch]:
         """Yields batches, each read when it is asked for.
 
-        It ends early, between two samples, when `stopped()` returns True.
+        It ends early, between two samples, when `stopped()` returns True. seeds: see Reader.read.
         """
         for index, numbers in cut:
             if self.in_memory:
@@ -280,7 +325,7 @@ class DataLoader:
                 continue
             run = (0, len(numbers)) if part is None else part(len(numbers))
             first, end = run
-            both = self._reader.read(numbers[first:end], epoch, stopped)
+            both = self._reader.read(numbers[first:end], epoch, stopped, seeds=seeds)
             if both is None:
                 return
             yield self._reader.batch(both, numbers, epoch, index, run)
@@ -408,7 +453,9 @@ def _join_batches(batches: Pieces, k: int) -> Pieces:
 
 
 def _prefetch_batches(
-    make_batches: Callable[[Callable[[], bool]], Iterator[Batch]], prefetch: int
+    make_batches: Callable[[Callable[[], bool]], Iterator[Batch]],
+    prefetch: int,
+    first: Iterable[Batch] = (),
 ) -> Iterator[Batch]:
     """Yields the batches of an iterator that a thread runs at most `prefetch` batches ahead.
 
@@ -416,6 +463,7 @@ def _prefetch_batches(
         make_batches: returns the iterator. It receives a function that returns True when no more
             batches are needed, so that the iterator can end early.
         prefetch: how many batches may wait.
+        first: batches that come before those of the iterator.
 
     Errors of the iterator are raised here.
     """
@@ -441,6 +489,7 @@ def _prefetch_batches(
     threading.Thread(target=produce, name="odyssey-prefetch", daemon=True).start()
     error = None
     try:
+        yield from first
         while True:
             batch, error = ready.get()
             if error is not None:

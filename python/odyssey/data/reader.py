@@ -1,11 +1,13 @@
 """Batches, and the reader that builds them: it reads, transforms, stacks and checks samples.
 
 A transformed sample is a function of (data set, transform, seed, epoch, number of the sample). It
-doesn't depend on the process that reads it, on the batch, or on how often it is read.
+doesn't depend on the process that reads it, on the batch, or on how often it is read. If it draws
+from the generators of the process, these are seeded for it (sample_scopes.py).
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +19,25 @@ import numpy as np
 from odyssey.data import transforms
 from odyssey.data.datasets import ArrayDataset, arrays, outside
 from odyssey.data.nested import leaves, mapped, places
+from odyssey.data.sample_scopes import SampleScopes, begin_nothing
+from odyssey.data.sources import ImageFolder, Subset, Tokens, npy
 from odyssey.errors import DataError
 
 Tree = Any  # an array, or a tuple or dict of trees
+_NATIVE = (ArrayDataset, ImageFolder, Tokens, npy)  # data sets whose reading draws no numbers
+_TRANSFORM = 1 << 59  # seeds a transform, in addition to its place, epoch and number
+
+
+def draws_nothing(dataset: Any, transforms_of_samples: Sequence[Any]) -> bool:
+    """Returns whether only code of odyssey reads and transforms samples, so they can't draw from
+    the generators of the process.
+    """
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return type(dataset) in _NATIVE and all(
+        type(one).__module__ == transforms.__name__ and not isinstance(one, transforms.Paired)
+        for one in transforms_of_samples
+    )
 
 
 @dataclass(eq=False, slots=True, repr=False)
@@ -97,6 +115,9 @@ class Reader:
         classes: the number of classes, or None if there are none.
         transform: see `DataLoader`.
         seed: the seed of the random numbers of the transforms.
+
+    Attributes:
+        scopes: what seeds the generators of the process for each sample.
     """
 
     def __init__(self, dataset: Any, classes: int | None, transform: Any, seed: int) -> None:
@@ -105,6 +126,8 @@ class Reader:
         self.seed = seed
         self.transforms = transforms.as_list(transform)
         self.name = type(dataset).__name__
+        self.draws_nothing = draws_nothing(dataset, self.transforms)
+        self.scopes = SampleScopes(seed, draws=False if self.draws_nothing else None)
         # Data sets need not be safe on several threads.
         self._lock = threading.Lock()
 
@@ -126,6 +149,8 @@ class Reader:
         epoch: int,
         stopped: Callable[[], bool] = lambda: False,
         count: int | None = None,
+        *,
+        seeds: bool = True,
     ) -> tuple[Tree, Tree] | None:
         """Reads and transforms samples.
 
@@ -138,22 +163,24 @@ class Reader:
             stopped: returns True if nobody needs the samples any more. It is called before each
                 sample.
             count: how many of the transforms are applied. None means all.
+            seeds: seed the generators of the process for samples that draw. False if samples don't
+                draw, and the main thread may draw at the same time.
 
         Returns:
             Samples and targets, trees of arrays (B, ...), or None if `stopped()` returned True.
         """
         count = len(self.transforms) if count is None else count
         if not count:
-            return self._read_untransformed(numbers, epoch, stopped)
+            return self._read_untransformed(numbers, epoch, stopped, seeds)
         place = count - 1  # of the last transform that is applied
         transform = self.transforms[place]
         draw = transforms.Draw(self.seed, epoch, numbers, place)
-        both = self.read(numbers, epoch, stopped, place)
+        both = self.read(numbers, epoch, stopped, place, seeds=seeds)
         if both is None:
             return None
         if isinstance(transform, transforms.Mixup):
             partner_numbers = transform.partners(draw, len(self.dataset))
-            partner_samples = self.read(partner_numbers, epoch, stopped, place)
+            partner_samples = self.read(partner_numbers, epoch, stopped, place, seeds=seeds)
             if partner_samples is None:
                 return None
             return transform.mixed(both, partner_samples, self.classes, draw)
@@ -170,25 +197,61 @@ class Reader:
             return transform(sample, rng), target
 
         error_note = f"in the transform of sample {{}} of {self.name}, epoch {epoch}"
-        return self._stack_samples(
-            transform_sample, numbers, f"{self.name} after its transform", error_note, stopped
+        return self._read_seeded(
+            [(_TRANSFORM + place, epoch, number) for number in numbers.tolist()],
+            lambda begin: self._stack_samples(
+                _after(begin, transform_sample),
+                numbers,
+                f"{self.name} after its transform",
+                error_note,
+                stopped,
+            ),
+            seeds,
         )
 
+    def _read_seeded(
+        self,
+        keys: Sequence[tuple[int, ...]],
+        read: Callable[[Callable[[int], None]], tuple[Tree, Tree] | None],
+        seeds: bool,
+    ) -> tuple[Tree, Tree] | None:
+        """Returns what `read` returns, with a seeded generator for each sample if it draws."""
+        if self.draws_nothing or not seeds:
+            return read(begin_nothing)
+        return self.scopes.read(keys, read)
+
     def _read_untransformed(
-        self, numbers: np.ndarray, epoch: int, stopped: Callable[[], bool]
+        self, numbers: np.ndarray, epoch: int, stopped: Callable[[], bool], seeds: bool
     ) -> tuple[Tree, Tree] | None:
         """Reads samples from the data set, by `gather` if it has it, else one by one.
 
         Returns samples and targets, or None if `stopped()` returned True.
         """
+        keys = [(epoch, number) for number in numbers.tolist()]
         if hasattr(self.dataset, "gather"):
-            with self._lock:
-                return self.dataset.gather(numbers)
+            return self._read_seeded(keys, lambda begin: self._gather(numbers, begin), seeds)
         error_note = f"when sample {{}} of {self.name} was read, epoch {epoch}"
-        both = self._stack_samples(self._read_sample, numbers, self.name, error_note, stopped)
+        both = self._read_seeded(
+            keys,
+            lambda begin: self._stack_samples(
+                _after(begin, self._read_sample), numbers, self.name, error_note, stopped
+            ),
+            seeds,
+        )
         if both is None or not self.transforms:
             return both
         return self._normalise_bytes(both)
+
+    def _gather(self, numbers: np.ndarray, begin: Callable[[int], None]) -> tuple[Tree, Tree]:
+        """Gathers samples. If they are seeded, each is gathered separately."""
+        with self._lock:
+            if begin is begin_nothing or not len(numbers):
+                return self.dataset.gather(numbers)
+            parts = []
+            for position in range(len(numbers)):
+                begin(position)
+                parts.append(tuple(self.dataset.gather(numbers[position : position + 1])))
+        return mapped(lambda *arrays: np.concatenate(arrays), *parts)
 
     def _read_sample(self, position: int, number: int) -> Any:
         """Reads sample `number`. Its position in the batch makes no difference."""
@@ -344,6 +407,43 @@ class Reader:
             parts.append(tuple(self.read(numbers[end:], batch.epoch)))
         all_samples = mapped(lambda *arrays: np.concatenate(arrays), *parts)
         return self.batch(all_samples, numbers, batch.epoch, batch.index, (0, len(numbers)))
+
+
+class SampleTrial:
+    """Reads single samples as an iteration does, for a check before it.
+
+    Args:
+        reader: the loader's, which stays as it is.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = copy.copy(reader)
+        self._reader.scopes = SampleScopes(reader.seed)
+
+    @property
+    def draws(self) -> bool:
+        """True if a sample that was read has drawn from the generators of the process."""
+        return bool(self._reader.scopes.draws)
+
+    def read(self, epoch: int, number: int) -> Any:
+        """Returns a sample, in the generators' states that belong to it."""
+        return self._reader.read(np.array([number], np.int64), epoch)
+
+    def collate(self, samples: list[Any], epoch: int, number: int) -> Any:
+        """Returns None, because odyssey stacks samples itself."""
+        return None
+
+
+def _after(
+    begin: Callable[[int], None], make: Callable[[int, int], Any]
+) -> Callable[[int, int], Any]:
+    """Returns a function of (position, number) that calls `begin` before `make`."""
+
+    def make_seeded(position: int, number: int) -> Any:
+        begin(position)
+        return make(position, number)
+
+    return make if begin is begin_nothing else make_seeded
 
 
 def array(leaf: Any, owner: str, is_target: bool = False) -> np.ndarray:

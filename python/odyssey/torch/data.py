@@ -22,13 +22,15 @@ from .. import data as own
 from ..capture import edges_of_object, register_edges
 from ..comm import Communicator
 from ..core import random_scopes
+from ..core.random_scopes import seed_of
 from ..data import ArrayDataset, Batch, Part, Pieces, leaves, mapped
+from ..data.reader import SampleTrial
 from ..errors import ConfigError, DataError, check_integer
 from ..parallel import plan
 from ..train import check_batches, check_sampler
-from .seeded import Seeded, SeededCollate, TensorRows
+from .seeded import SamplesOfShard, Seeded, SeededCollate, TensorRows
 from .shard_draws import generator
-from .shards import Share, seed_of
+from .shards import Share
 from .worker_seeds import seed_kept_workers
 
 # torch keeps a running iterator and its workers in it, which no checkpoint holds
@@ -202,6 +204,15 @@ class DataLoader(own.DataLoader):
         function = self._loader.collate_fn
         return function.function if isinstance(function, SeededCollate) else function
 
+    def trial(self) -> ShardTrial:
+        """Returns what reads samples and a batch of them, for a check before an iteration."""
+        return ShardTrial(self)
+
+    @property
+    def reads_natively(self) -> bool:
+        """False, because PyTorch's loader reads any data set."""
+        return False
+
     def follow(self, shard_size: int) -> None:
         """Uses the shard size of a trainer.
 
@@ -255,6 +266,33 @@ class DataLoader(own.DataLoader):
             local_shards = {shard: next(shards) for shard in run}
             data = Shared(samples, size, local_shards, f"batch {number} of epoch {epoch}")
             yield Batch(data, np.arange(samples), epoch, number, indices)
+
+
+class ShardTrial(SampleTrial):
+    """Reads samples of a `DataLoader`, and collates a shard of them, for a check."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self._loader = loader
+        self._samples = Seeded(loader.dataset, loader.seed)
+
+    @property
+    def draws(self) -> bool:
+        return bool(self._samples.scopes.draws)
+
+    def read(self, epoch: int, number: int) -> Any:
+        (sample,) = self._samples.__getitems__([(epoch, number)])
+        return sample
+
+    def collate(self, samples: list[Any], epoch: int, number: int) -> Any:
+        """Returns what the collate function makes of samples; None for the one of PyTorch, which
+        can't differ.
+        """
+        function = self._loader._loader.collate_fn
+        if not isinstance(function, SeededCollate):
+            return None
+        shard = SamplesOfShard(samples[: self._loader.shard_size])
+        shard.key = epoch, number
+        return function(shard)
 
 
 def begin_epoch(loader: Any, epoch: int, seed: int) -> None:

@@ -18,7 +18,6 @@ from ..train import (
     BatchSharing,
     ProcessGenerator,
     batch_of,
-    in_batches,
     own_steps,
 )
 from .data import DataLoader, batches, begin_epoch
@@ -101,6 +100,9 @@ class ModuleFeed(BatchFeed):
     def put_order_states(self, states: dict[str, np.ndarray]) -> None:
         self.orders.put(states)
 
+    def knows_own_samples_only(self, loader: Any) -> bool:
+        return isinstance(loader, DataLoader)
+
     def advice(self, loader: Any) -> str:
         if not keeps_workers(loader):
             return ""
@@ -112,6 +114,11 @@ class ModuleFeed(BatchFeed):
     def part(self, training: bool) -> Callable[[int], tuple[int, int]] | None:
         return Share(self.shards, training)
 
+    def loader_of(self, data: Any) -> Any:
+        if isinstance(data, torch.utils.data.Dataset):
+            return DataLoader(data, batch_size=256, comm=self.comm)
+        return super().loader_of(data)
+
     def evaluated(
         self, loader: Any, context: callbacks.Context, targets: bool = True
     ) -> Iterator[datasets.Batch]:
@@ -122,9 +129,7 @@ class ModuleFeed(BatchFeed):
             context: of the training.
             targets: the batches have targets.
         """
-        if isinstance(loader, torch.utils.data.Dataset):
-            loader = DataLoader(loader, batch_size=256, comm=self.comm)
-        loader = in_batches(loader)
+        loader = self.loader_of(loader)
         self.take_size(loader)
         if own_steps(loader) and len(loader.dataset):
             self.sharing.share_out(min(loader.batch_size, len(loader.dataset)), context.batch_size)

@@ -4,10 +4,8 @@ What a sample draws depends on (seed, epoch, index). What a collate function dra
 depends on (seed, epoch, index of the shard's first sample). So it does not depend on which rank or
 worker reads the shard.
 
-The generators of torch, NumPy and Python are saved once per shard. A data set that has not drawn in
-its first shard is read without seeding, and the generators are compared after each shard. If a
-sample did draw, that shard is read again, seeded, as all are from then on. This is not for
-generators that a data set holds (generators.py has those of a loader).
+data/sample_scopes.py says how generators are seeded. This is not for generators that a data set
+holds (generators.py has those of a loader, and train/first_samples.py refuses the others).
 """
 
 from __future__ import annotations
@@ -19,7 +17,8 @@ import torch
 import torch.utils.data
 
 from ..core import random_scopes
-from .shards import seed_of
+from ..core.random_scopes import seed_of
+from ..data.sample_scopes import SampleScopes
 
 Key = tuple[int, int]  # of a sample: epoch, index
 COLLATE = 1 << 60  # seeds a collate function, in addition to epoch and index
@@ -39,37 +38,22 @@ class Seeded(torch.utils.data.Dataset):
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
-        self.seed = seed
-        # whether the data set draws random numbers; None if nothing has been read yet
-        self._draws: bool | None = None
+        self.scopes = SampleScopes(seed)
 
     def __getitems__(self, wanted: Sequence[Key]) -> list[Any]:
         """Returns the samples of one shard."""
-        with random_scopes.restored():
-            samples = SamplesOfShard(self._read(wanted))
+
+        def read_all(begin: Callable[[int], None]) -> list[Any]:
+            samples = []
+            for position, (_, index) in enumerate(wanted):
+                begin(position)
+                samples.append(self.dataset[index])
+            return samples
+
+        samples = SamplesOfShard(self.scopes.read(wanted, read_all))
         if wanted:
             samples.key = wanted[0]
         return samples
-
-    def _read(self, wanted: Sequence[Key]) -> list[Any]:
-        if self._draws is False:
-            marks = random_scopes.marks()
-            samples = [self.dataset[index] for _, index in wanted]
-            if random_scopes.marks() == marks:
-                return samples
-        samples = [self._read_seeded(*key) for key in wanted]
-        self._draws = bool(self._draws)
-        return samples
-
-    def _read_seeded(self, epoch: int, index: int) -> Any:
-        random_scopes.seed_all(seed_of(self.seed, epoch, index))
-        if self._draws:
-            return self.dataset[index]
-        marks = random_scopes.marks()
-        sample = self.dataset[index]
-        if random_scopes.marks() != marks:
-            self._draws = True
-        return sample
 
 
 class SeededCollate:

@@ -26,9 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import math
-import struct
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
@@ -37,6 +35,7 @@ import torch
 
 from ..comm import Communicator
 from ..core import fingerprint, random_scopes
+from ..core.random_scopes import seed_of
 from ..errors import ConfigError, OdysseyError
 from ..parallel import Reduction, StepOutcome
 from ..parallel import plan as planning
@@ -50,16 +49,6 @@ from .shard_draws import SELDOM_USED, ShardDraws, runs_own_code
 
 SUMS = 15  # loss, samples, weight, metrics
 ALL_SHARDS = 1 << 61  # seeds random numbers that belong to all shards, instead of a shard's number
-
-
-def seed_of(*numbers: int) -> int:
-    """Returns a seed for torch's generator that depends on these numbers, of 64 bits each.
-
-    Equal numbers give equal seeds. Seeds of different numbers are unrelated.
-    """
-    data = struct.pack(f"<{len(numbers)}Q", *(n & (1 << 64) - 1 for n in numbers))
-    digest = hashlib.blake2b(data, digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1  # torch's seeds have 63 bits
 
 
 def machine() -> dict[str, Any]:

@@ -323,6 +323,7 @@ class DistributedTrainer(Trainer):
         """
         previous_phase = slot.phase("evaluate")
         try:
+            self.feed.check_samples(loader, "validation", self.context)
             with (
                 in_mode(self.module, False),
                 torch.no_grad(),

@@ -70,10 +70,9 @@ def roots_of(trainer: Trainer) -> dict[str, Any]:
 
 def _roots_of_loader(loader: Any) -> dict[str, Any]:
     """Returns the parts of a loader that decide its batches."""
-    roots: dict[str, Any] = {}
-    dataset = getattr(loader, "dataset", None)
-    roots["transform"] = list(_transforms_of(loader, dataset)) or None
-    roots["collate"] = getattr(loader, "collate_fn", None)
+    parts = parts_of_samples(loader)
+    dataset = parts.pop("dataset")
+    roots = parts
     if is_stateful(loader):
         return roots  # its state_dict() has the rest (loader_state.py)
     if isinstance(loader, Iterator):
@@ -83,6 +82,16 @@ def _roots_of_loader(loader: Any) -> dict[str, Any]:
     roots["batch sampler"] = getattr(loader, "batch_sampler", None)
     roots["loader"] = loader
     return roots
+
+
+def parts_of_samples(loader: Any) -> dict[str, Any]:
+    """Returns the parts of a loader that decide what its samples are, as roots by name."""
+    dataset = getattr(loader, "dataset", None)
+    return {
+        "dataset": dataset,
+        "transform": list(_transforms_of(loader, dataset)) or None,
+        "collate": getattr(loader, "collate_fn", None),
+    }
 
 
 def _transforms_of(loader: Any, dataset: Any) -> Iterator[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from ..core.tensor import layout_of
 from ..engine.engine import Engine
 from ..errors import ConfigError
 from ..parallel.mesh import Mesh
-from . import agreement, resume
+from . import agreement, first_samples, resume
 from .batches import (
     batch_of,
     batches_of,
@@ -69,6 +70,8 @@ class BatchFeed:
         self.accumulation_steps = accumulation_steps
         self.configuration: dict[str, Any] = {}
         self.loader_state: LoaderState | None = None
+        # loaders and data sets whose samples were checked, and whether these draw, by id
+        self._checked: dict[int, tuple[weakref.ref[Any], bool | None]] = {}
 
     # --- what depends on the kind of trainer ---
 
@@ -111,6 +114,12 @@ class BatchFeed:
 
     def put_order_states(self, states: dict[str, np.ndarray]) -> None:
         """Sets the states that `order_states` returned."""
+
+    def knows_own_samples_only(self, loader: Any) -> bool:
+        """Returns whether a rank has only its own samples of a loader's batches, so a fingerprint
+        of a batch doesn't include the samples.
+        """
+        return False
 
     def advice(self, loader: Any) -> str:
         """Returns what may be the reason, and a remedy, if a batch is not the same when it is read
@@ -176,6 +185,68 @@ class BatchFeed:
         except TypeError:  # a generator, or torch's loader of an IterableDataset
             context.steps_per_epoch = 0
         return compared_data
+
+    def loader_of(self, data: Any) -> Any:
+        """Returns what is evaluated: a data set gets a loader, and a loader stays."""
+        loader = in_batches(data)
+        reference, draws = self._checked.get(id(data), (None, None))
+        if loader is not data and reference is not None and reference() is data:
+            loader.draws = draws
+        return loader
+
+    def check_samples(
+        self, data: Any, name: str, context: Context, *, begins: bool = False
+    ) -> None:
+        """Checks the first samples of a loader or data set (first_samples.py); a collective call.
+
+        It does nothing if it has checked them before, or if the training reads samples now.
+
+        Args:
+            data: what `fit()`, `evaluate()` or `predict()` received.
+            name: of the data in messages, such as "training".
+            begins: a fit() begins, so they are checked again.
+        """
+        reference, _ = self._checked.get(id(data), (None, None))
+        is_known = reference is not None and reference() is data
+        if self.is_reading or (is_known and not begins):
+            return
+        loader = self.loader_of(data)
+        if not first_samples.is_checked(loader):
+            return
+        is_of_training = loader is context.loader
+        epoch = context.cursor.loader_epoch if is_of_training else loader.next_epoch
+        first_samples.check(
+            self.comm,
+            loader,
+            name,
+            epoch,
+            self.seed,
+            together=self.mode.together,
+            tell=context.trainer.say if context.saving.nondeterministic else None,
+        )
+        with contextlib.suppress(TypeError):  # a class with __slots__
+            self._checked[id(data)] = weakref.ref(data), loader.draws
+
+    def hash_samples(self, loader: Any, batch: datasets.Batch, epoch: int) -> dict[str, str]:
+        """Returns hashes of the first samples of a batch by their numbers, for a checkpoint.
+
+        They are read again. The dict is empty if the fingerprint of the batch includes them, or if
+        they can't be read.
+        """
+        if self.comm.in_threads or not self.knows_own_samples_only(loader):
+            return {}
+        numbers = batch.numbers[: first_samples.COUNT].tolist()
+        hashes = first_samples.hashes_of(loader, numbers, epoch, self.seed)
+        return dict(zip(map(str, numbers), hashes or (), strict=False))
+
+    def find_changed_sample(self, loader: Any, saved: dict[str, str], epoch: int) -> int:
+        """Returns the number of the first sample whose hash isn't that of a checkpoint; -1 if all
+        are equal, or if they can't be compared.
+        """
+        numbers = list(map(int, saved))
+        hashes = first_samples.hashes_of(loader, numbers, epoch, self.seed)
+        pairs = zip(numbers, hashes or (), strict=False)
+        return next((number for number, one in pairs if saved[str(number)] != one), -1)
 
     @contextlib.contextmanager
     def without_trace(self, loader: Any, context: Context) -> Iterator[None]:

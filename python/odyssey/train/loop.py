@@ -83,6 +83,7 @@ class Loop:
         self.trainer = trainer
         self.session: Session | None = None
         self._transforms_reported = False
+        self._samples_checked = False  # of the fit() that is under way
 
     def run(self, train_loader: Any, val_loader: Any, options: FitOptions) -> History:
         """Trains until epochs or steps are done; see Trainer.fit."""
@@ -95,6 +96,7 @@ class Loop:
         trainer.begin_fit(context, compared_data)
         context.figures = self._figures(context, val_loader is not None)
         trainer.whole_set.reset()
+        self._samples_checked = False
         session = Session(trainer, train_loader, context)
         self.session = session
         # Epochs seed the generators of the process. The program continues with its own numbers.
@@ -246,6 +248,7 @@ class Loop:
         trainer.capture.finish_restore()
         trainer.capture.note_start()
         trainer.checks.begin_epoch()
+        self._check_samples(train_loader, val_loader, context)
         session.leave_out(time.perf_counter() - now)  # loggers open their files there
         batches = trainer.feed.of_epoch(train_loader, context, session.first_batch)
         trainer.feed.is_reading = True
@@ -276,6 +279,16 @@ class Loop:
             context.emit("on_validation_end")
         history.records.append(record)
         session.epoch_ended()
+
+    def _check_samples(self, train_loader: Any, val_loader: Any, context: Context) -> None:
+        """Checks the first samples of all data, before the first step of a fit()."""
+        if self._samples_checked:
+            return
+        self._samples_checked = True
+        feed = self.trainer.feed
+        feed.check_samples(train_loader, "training", context, begins=True)
+        if val_loader is not None and val_loader is not train_loader:
+            feed.check_samples(val_loader, "validation", context, begins=True)
 
     def _report_changed_transforms(self, loader: Any) -> None:
         """Reports, once, a transform that was changed while the loader reads ahead."""

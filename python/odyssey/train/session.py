@@ -385,6 +385,9 @@ class Session:
         if is_mid_epoch == in_epoch:
             # no callback is called any more before the next step
             self.trainer.restore_captured(snapshot, name)
+            # on_epoch_start may change the data set, so it isn't as in the last epoch before
+            if is_mid_epoch or not context.own_code:
+                self._check_samples(snapshot, name)
         if in_epoch:
             self._restored_checkpoint = None
             self.trainer.expect(snapshot, name, is_mid_epoch or not context.own_code)
@@ -470,6 +473,36 @@ class Session:
             rank_matches,
             "files changed, or the data set does not repeat itself",
         )
+
+    def _check_samples(self, snapshot: Snapshot, name: str) -> None:
+        """Compares the first samples of the last batch before a checkpoint, if it has their hashes.
+
+        A collective call. Raises DataError: a sample has changed, and nondeterministic data aren't
+        allowed.
+        """
+        last = snapshot.values.get("last batch") or {}
+        saved = last.get("samples")
+        feed = self.trainer.feed
+        if not isinstance(saved, dict) or not feed.knows_own_samples_only(self.loader):
+            return
+        changed = feed.find_changed_sample(self.loader, saved, int(last["epoch"]))
+        by_rank = self.comm.all_gather(np.array([changed], np.int64))[:, 0]
+        ranks = np.flatnonzero(by_rank >= 0)
+        if not len(ranks):
+            return
+        place = "" if len(ranks) == len(by_rank) else f" on rank {ranks[0]}"
+        text = (
+            f"[resume] the data differ from those of the run: sample {by_rank[ranks[0]]}{place} "
+            f"isn't the one that {name} was trained with; its file changed, or the data set was "
+            "built or split with another seed"
+        )
+        if self.saving.nondeterministic:
+            self.trainer.say(f"{text}; training continues, but its results can't be repeated")
+            return
+        raise DataError(
+            f"{text}; give the same data, or use --allow-nondeterministic-data "
+            "(allow_nondeterministic_data=True)"
+        ).on_all_ranks()
 
     def _report_other_batch(
         self, name: str, epoch: int, step: int, rank_matches: np.ndarray, reasons: str
@@ -836,9 +869,12 @@ class Session:
         optional_values: dict[str, Any] = {}
         has_changed = self._has_loader_changed()
         if self._last_batch is not None and self.comm.rank == 0 and not has_changed:
-            epoch, step, _ = self._last_batch
-            digest = f"{self._fingerprint_last_batch():016x}"
-            optional_values["last batch"] = {"epoch": epoch, "step": step, "fingerprint": digest}
+            epoch, step, batch = self._last_batch
+            last = {"epoch": epoch, "step": step}
+            last["fingerprint"] = f"{self._fingerprint_last_batch():016x}"
+            if samples := self.trainer.feed.hash_samples(self.loader, batch, epoch):
+                last["samples"] = samples
+            optional_values["last batch"] = last
         if self.saving.nondeterministic:
             optional_values["nondeterministic data"] = True
         callbacks = self.context.named()

@@ -37,7 +37,7 @@ from ..settings import declarations as declaration
 from ..settings.declarations import Training
 from . import agreement, construction, rank_checks, resume, trained_models
 from .arithmetic import Arithmetic
-from .batches import evaluated, in_batches
+from .batches import evaluated
 from .captured import kept_by_arena, roots_of
 from .changing import ChangingSettings
 from .feed import EngineFeed
@@ -448,7 +448,8 @@ class DistributedTrainer(Trainer):
         slot.phase("evaluate")
         engine = self.stepper.evaluation_engine
         engine.programs.refresh()
-        loader = in_batches(loader)
+        self.feed.check_samples(loader, "validation", self.context)
+        loader = self.feed.loader_of(loader)
         data = loader.dataset if isinstance(loader, datasets.DataLoader) else loader
         compared_data = data if isinstance(data, datasets.ArrayDataset) else None
         whole_set = self.whole_set.fresh()
@@ -479,7 +480,8 @@ class DistributedTrainer(Trainer):
         ranks call it.
         """
         self.mode.settle()
-        loader = in_batches(loader)
+        self.feed.check_samples(loader, "prediction", self.context)
+        loader = self.feed.loader_of(loader)
         with (
             self.arena.lent(self.stepper.engine.ownership.parameters()),
             self.feed.without_trace(loader, self.context),

@@ -1,0 +1,140 @@
+"""Puts objects back to what they held, after their code ran on trial.
+
+A checkpoint holds values only. In the same process more can be put back: also files, objects and
+caches that the code has opened or created since.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from . import values
+from .capture import (
+    COPIED_BYTES,
+    GENERATORS,
+    KEPT_SORTS,
+    parts_of,
+    put_reduced,
+    size_of,
+    walk_patiently,
+)
+from .walk import REDUCED, RESOURCE, SAMPLED, STATE, Entry, Picture
+
+_COPIED_LENGTH = 1 << 20  # a container of at most so many items is copied
+
+
+class Undo:
+    """What some objects hold when it is created.
+
+    Args:
+        roots: the objects by name; None is skipped.
+    """
+
+    def __init__(self, roots: Mapping[str, Any]) -> None:
+        self._roots = roots
+        self._before = walk_patiently(roots, (), {})
+        # encoded values and their arrays by path, and the items of large containers
+        self._copies: dict[str, tuple[Any, dict[str, np.ndarray]]] = {}
+        self._items: dict[str, Any] = {}
+        for path, entry in self._before.entries.items():
+            if entry.sort in KEPT_SORTS and size_of(entry.value) <= COPIED_BYTES:
+                arrays: dict[str, np.ndarray] = {}
+                node = values.encode(parts_of(entry), arrays, path)
+                self._copies[path] = node, {name: np.array(one) for name, one in arrays.items()}
+            elif entry.sort == SAMPLED and isinstance(entry.value, (list, dict, set)):
+                if len(entry.value) <= _COPIED_LENGTH:
+                    self._items[path] = type(entry.value).copy(entry.value)
+
+    def changed(self) -> list[str]:
+        """Returns the paths of what has changed since, generators first."""
+        now = self._look()
+        before = self._before
+        paths = [
+            path
+            for path, entry in now.entries.items()
+            if path not in before.entries or _differs(before.entries[path], entry)
+        ]
+        paths += [path for path in before.entries if self._is_gone(path, now)]
+        return sorted(paths, key=lambda path: not _is_generator(now.entries.get(path)))
+
+    def is_generator(self, path: str) -> bool:
+        """Returns whether a random number generator is at a path."""
+        return _is_generator(self._before.entries.get(path))
+
+    def put_back(self, generators: bool = True) -> None:
+        """Puts everything back that has changed. What can't be put back stays as it is.
+
+        generators: False leaves random number generators as they are.
+        """
+        now = self._look()
+        before = self._before
+        for path, entry in before.entries.items():
+            other = now.entries.get(path)
+            is_same = other is not None and not _differs(entry, other)
+            if (is_same and path not in self._items) or not (
+                generators or not _is_generator(entry)
+            ):
+                continue
+            with contextlib.suppress(Exception):  # such as a class that refuses attributes
+                self._put(path, entry, other)
+        for path, entry in reversed(now.entries.items()):
+            is_new = path not in before.entries and path not in before.aliases
+            if is_new and entry.parent in before.entries:
+                with contextlib.suppress(Exception):
+                    entry.place.remove()
+
+    def _put(self, path: str, entry: Entry, now: Entry | None) -> None:
+        """Puts one value or object back."""
+        if path in self._items:
+            _put_items(entry.value, self._items[path])
+        elif path in self._copies:
+            value = values.decode(*self._copies[path])
+            if entry.sort == STATE:
+                entry.place.set(value)
+                return
+            if entry.sort == REDUCED:
+                put_reduced(entry, value)
+            elif entry.place.kind == "contents":
+                entry.place.set(value)
+                return
+            elif not values.is_immutable(entry.value):
+                values.put_into(entry.value, value)
+        if entry.sort != RESOURCE and (now is None or now.value is not entry.value):
+            entry.place.set(entry.value)
+
+    def _look(self) -> Picture:
+        known = {
+            id(entry.value): path
+            for path, entry in self._before.entries.items()
+            if entry.sort not in KEPT_SORTS and not isinstance(entry.value, (type, type(None)))
+        }
+        return walk_patiently(self._roots, (), known)
+
+    def _is_gone(self, path: str, now: Picture) -> bool:
+        return path not in now.entries and path not in now.aliases
+
+
+def _differs(before: Entry, now: Entry) -> bool:
+    """Returns whether a value has changed, or another object is there."""
+    if before.sort != now.sort or before.mark != now.mark:
+        return True
+    is_object = before.sort not in KEPT_SORTS and before.sort != RESOURCE
+    return is_object and before.value is not now.value
+
+
+def _is_generator(entry: Entry | None) -> bool:
+    kind = None if entry is None else values.kind_of(entry.value)
+    return kind is not None and kind.name in GENERATORS
+
+
+def _put_items(container: Any, items: Any) -> None:
+    """Gives a large container the items that it had."""
+    if isinstance(container, list):
+        container[:] = items
+    else:
+        container.clear()
+        container.update(items)

@@ -1,0 +1,296 @@
+"""The check of a data set before training: the same samples on all ranks, and whenever it is read.
+
+Each rank reads a few samples in its main thread, as training will read them, and puts the data set
+back afterwards. It finds data sets that differ between ranks, that draw from generators without a
+seed or from generators that they hold, and caches of samples that were drawn. Otherwise each rank
+and each run would train with different samples, because a rank reads only its own shards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..capture import Undo, is_value, mark
+from ..comm import Communicator
+from ..core import random_scopes
+from ..core.fingerprint import hash_of
+from ..errors import DataError
+from . import agreement, resume
+from .batches import own_steps
+from .captured import parts_of_samples
+
+COUNT = 4  # samples that are read
+_DEEPEST = 8  # objects inside one another that are looked into
+_DRAW = (
+    "draw from the global generators of torch, numpy or random instead, which odyssey seeds for "
+    "each sample"
+)
+
+#: Ranks that are threads may share a data set, so one of them reads at a time.
+_reading = threading.RLock()
+
+
+@dataclasses.dataclass
+class _Reading:
+    """The hashes of some samples and of their batch, and whether reading them drew numbers."""
+
+    hashes: list[int]
+    batch: int
+    draws: bool
+
+
+@dataclasses.dataclass
+class _Found:
+    """What a rank has found.
+
+    Attributes:
+        numbers: those of the samples.
+        first: the samples; None if they couldn't be read. Training reports why.
+        problem: why the data set isn't repeatable; "" if it is.
+    """
+
+    numbers: list[int]
+    first: _Reading | None = None
+    problem: str = ""
+
+
+def is_checked(loader: Any) -> bool:
+    """Returns whether a loader reads samples with code that isn't part of odyssey."""
+    return own_steps(loader) and not (loader.in_memory or loader.reads_natively)
+
+
+def check(
+    comm: Communicator,
+    loader: Any,
+    name: str,
+    epoch: int,
+    seed: int,
+    *,
+    together: bool = True,
+    tell: Callable[[str], None] | None = None,
+) -> None:
+    """Checks the first samples of a loader; a collective call.
+
+    Args:
+        name: of the data in messages, such as "training".
+        epoch: for the random numbers.
+        seed: of the trainer.
+        together: all ranks have the same data, so they are compared.
+        tell: reports a problem to the user, and nothing is raised; None raises it.
+
+    Raises:
+        DataError: Samples differ between ranks or between two readings.
+    """
+    if not is_checked(loader):
+        return
+    if comm.in_threads:
+        comm.barrier()  # no other rank may draw at the same time
+    with _reading, random_scopes.restored():
+        found = _examine(loader, name, epoch, seed)
+    if found.first is not None:
+        loader.draws = loader.draws or found.first.draws
+    try:
+        with resume.on_all_ranks(comm, together):
+            if found.problem:
+                raise DataError(found.problem)
+        if together:
+            _compare(comm, found, name)
+    except DataError as problem:
+        if tell is None:
+            raise
+        tell(f"{problem}; training continues, but its results can't be repeated")
+
+
+def hashes_of(loader: Any, numbers: list[int], epoch: int, seed: int) -> list[str] | None:
+    """Returns hashes of samples of a loader as it reads them in an epoch.
+
+    The data set is as before afterwards. None if a sample can't be read, or if it is another one
+    each time the epoch begins.
+    """
+    with _reading, random_scopes.restored():
+        undo = Undo(parts_of_samples(loader))
+        try:
+            _begin_epoch(loader, epoch, seed)
+            hashes = _read(loader, epoch, numbers).hashes
+            if hasattr(loader.dataset, "set_epoch"):
+                _begin_epoch(loader, epoch, seed)
+                if _read(loader, epoch, numbers).hashes != hashes:
+                    return None
+            return [f"{one:016x}" for one in hashes]
+        except Exception:
+            return None
+        finally:
+            undo.put_back()
+
+
+# --- on one rank ----------------------------------------------------------------------------------
+
+
+def _examine(loader: Any, name: str, epoch: int, seed: int) -> _Found:
+    """Reads the first samples on trial, several times."""
+    undo = Undo(parts_of_samples(loader))
+    found = _Found([])
+    try:
+        _begin_epoch(loader, epoch, seed)
+        # What `set_epoch` changes isn't changed by reading.
+        begun = Undo(parts_of_samples(loader)) if hasattr(loader.dataset, "set_epoch") else undo
+        count = len(loader.dataset)
+        found.numbers = sorted({count * i // COUNT for i in range(COUNT)} if count else ())
+        found.first = _read(loader, epoch, found.numbers)
+    except Exception:
+        undo.put_back()
+        return found
+    try:
+        found.problem = _find_problem(loader, name, epoch, seed, found, undo, begun)
+    except Exception:  # such as a file that can be read once
+        found.problem = ""
+    finally:
+        undo.put_back()
+    return found
+
+
+def _find_problem(
+    loader: Any, name: str, epoch: int, seed: int, found: _Found, undo: Undo, begun: Undo
+) -> str:
+    """Returns why a data set isn't repeatable; "" if it is.
+
+    undo: what the data set held before the check. begun: what it held before the first reading.
+    """
+    numbers = found.numbers
+    first = found.first
+    moved = begun.changed()
+    difference = _difference(first, _read(loader, epoch, numbers), name, numbers)
+    if not difference and moved:
+        # A cache may hide that samples are drawn from a generator.
+        begun.put_back(generators=False)
+        difference = _difference(first, _read(loader, epoch, numbers), name, numbers)
+    if difference:
+        begun.put_back()
+        if _difference(first, _read(loader, epoch, numbers), name, numbers):
+            moved = []  # What has changed isn't the reason.
+        return _describe_moved(difference, moved, begun)
+    if first.draws and _keeps_drawn(loader, epoch, seed, numbers, undo):
+        cache = next((path for path in moved if not begun.is_generator(path)), "the data set")
+        return (
+            f"[data] {cache} keeps samples of the {name} data that were drawn at random, so they "
+            "depend on the rank and the run that read them first; keep samples before the random "
+            "part, or draw again each time"
+        )
+    return ""
+
+
+def _difference(first: _Reading, again: _Reading, name: str, numbers: list[int]) -> str:
+    """Returns what differs between two readings, for a message; "" if nothing does."""
+    for number, one, other in zip(numbers, first.hashes, again.hashes, strict=True):
+        if one != other:
+            return f"sample {number} of the {name} data has other values when it is read again"
+    if first.batch != again.batch:
+        return (
+            f"the collate function of the {name} data returns other values when it gets the same "
+            "samples again"
+        )
+    return ""
+
+
+def _keeps_drawn(loader: Any, epoch: int, seed: int, numbers: list[int], undo: Undo) -> bool:
+    """Returns whether samples that were drawn in an epoch aren't drawn again in the next one."""
+    _begin_epoch(loader, epoch + 1, seed)
+    if _read(loader, epoch + 1, numbers).draws:
+        return False
+    # The data set may draw in this epoch only. Then it doesn't draw either as it was before.
+    undo.put_back()
+    _begin_epoch(loader, epoch + 1, seed)
+    return _read(loader, epoch + 1, numbers).draws
+
+
+def _describe_moved(what: str, moved: list[str], undo: Undo) -> str:
+    """Returns the message for samples that differ between two readings.
+
+    moved: paths of what the first reading has changed.
+    """
+    if not moved:
+        cause = "it seems to use a generator without a seed, such as np.random.default_rng()"
+    elif undo.is_generator(moved[0]):
+        cause = f"it draws from the generator {moved[0]}, whose state differs between ranks"
+    else:
+        cause = f"it seems to depend on {moved[0]}, which each reading changes"
+    return f"[data] {what}: {cause}; {_DRAW}"
+
+
+def _begin_epoch(loader: Any, epoch: int, seed: int) -> None:
+    """Tells the data set its epoch, in the scope in which training does it."""
+    if hasattr(loader.dataset, "set_epoch"):
+        with random_scopes.scope(seed, "epoch", epoch):
+            loader.dataset.set_epoch(epoch)
+
+
+def _read(loader: Any, epoch: int, numbers: list[int]) -> _Reading:
+    trial = loader.trial()
+    samples = []
+    hashes = []
+    for number in numbers:
+        sample = trial.read(epoch, number)
+        hashes.append(_hash(sample))  # now, because a collate function may change it
+        samples.append(sample)
+    draws = trial.draws
+    batch = 0
+    try:
+        batch = _hash(trial.collate(samples, epoch, numbers[0]))
+    except Exception:  # samples of several shapes, which training puts into different batches
+        batch = 0
+    return _Reading(hashes, batch, draws)
+
+
+def _hash(value: Any) -> int:
+    """Returns a hash of the arrays, numbers, strings and objects of a sample."""
+    return hash_of(_describe(value, 0))
+
+
+def _describe(value: Any, depth: int) -> Any:
+    """Returns a description of a value that is equal for equal bytes."""
+    if is_value(value):
+        return mark(value)
+    kind = type(value).__qualname__
+    if depth == _DEEPEST:
+        return kind
+    if isinstance(value, Mapping):
+        return [kind, [[str(key), _describe(one, depth + 1)] for key, one in value.items()]]
+    if isinstance(value, (list, tuple)):
+        return [kind, [_describe(one, depth + 1) for one in value]]
+    if hasattr(value, "__array_interface__"):  # such as an image of Pillow
+        return [kind, mark(np.asarray(value))]
+    attributes = getattr(value, "__dict__", None)
+    return [kind, None if attributes is None else _describe(dict(attributes), depth + 1)]
+
+
+# --- between ranks --------------------------------------------------------------------------------
+
+
+def _compare(comm: Communicator, found: _Found, name: str) -> None:
+    """Raises DataError, on all ranks, if a rank has read other samples than rank 0."""
+    if comm.size == 1:
+        return
+    hashes = [0] * (COUNT + 1)
+    if found.first is not None:
+        hashes[: len(found.numbers)] = found.first.hashes
+        hashes[-1] = found.first.batch
+    row = [found.first is not None, hash_of(found.numbers), *hashes]
+    other, everyone = agreement.first_other(comm, row)
+    # Training reports a sample that can't be read, and another length.
+    if other is None or not everyone[:, 0].all() or (everyone[:, 1] != everyone[0, 1]).any():
+        return
+    at = int(np.flatnonzero(everyone[other, 2:] != everyone[0, 2:])[0])
+    if at == COUNT:
+        problem = f"the collate function of the {name} data returns other values on rank {other}"
+    else:
+        problem = f"sample {found.numbers[at]} of the {name} data has other values on rank {other}"
+    raise DataError(
+        f"[data] {problem} than on rank 0, but all ranks need the same data set: compare its files "
+        "on both machines, pass random_split a generator with a seed, and don't use the rank's "
+        "number or an unseeded generator in the data set"
+    ).on_all_ranks()
