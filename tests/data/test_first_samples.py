@@ -64,7 +64,7 @@ def test_repeatable_data_sets_train_alike(kind):
         assert set(map(repr, on_ranks(ranks, kind=kind, prefetch=prefetch))) == {repr(expected)}
 
 
-@pytest.mark.parametrize("kind", ["numpy", "python", "cache", "lazy file"])
+@pytest.mark.parametrize("kind", ["numpy", "python", "cache", "lazy file", "drawn by set_epoch"])
 def test_workers_train_alike(kind):
     expected = train(Communicator(), Samples(kind))
     assert train(Communicator(), Samples(kind), num_workers=2) == expected
@@ -138,7 +138,7 @@ def test_transforms_may_draw_but_not_hold_a_generator(kind):
         results = on_ranks(ranks, kind=kind, transform=trial_data.noisy)
         assert set(map(repr, results)) == {repr(expected)}
     message = refusal(Communicator(), Samples(kind), transform=trial_data.Held())
-    assert "the generator transform[0].generator" in message
+    assert "draws from transform[0].generator" in message
 
 
 @pytest.mark.parametrize("kind", ["numpy", "python", "plain"])

@@ -140,8 +140,7 @@ class Reader:
 
     def begin_epoch(self, epoch: int) -> None:
         """Calls `set_epoch` of the data set, if it has this method."""
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
+        self.scopes.begin_epoch(self.dataset, epoch)
 
     def read(
         self,
@@ -424,6 +423,10 @@ class SampleTrial:
     def draws(self) -> bool:
         """True if a sample that was read has drawn from the generators of the process."""
         return bool(self._reader.scopes.draws)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Calls `set_epoch` of the data set, if it has this method."""
+        self._reader.begin_epoch(epoch)
 
     def read(self, epoch: int, number: int) -> Any:
         """Returns a sample, in the generators' states that belong to it."""

@@ -38,6 +38,16 @@ class SampleScopes:
         self.seed = seed
         self.draws = draws
 
+    def begin_epoch(self, dataset: Any, epoch: int) -> None:
+        """Calls `set_epoch` of a data set, which may draw, if it has this method."""
+        if hasattr(dataset, "set_epoch"):
+            with (
+                random_scopes.hold_generators(),
+                _reading,
+                random_scopes.scope(self.seed, "epoch", epoch),
+            ):
+                dataset.set_epoch(epoch)
+
     def read(self, keys: Sequence[Key], read: Callable[[Callable[[int], None]], Result]) -> Result:
         """Returns what `read` returns.
 

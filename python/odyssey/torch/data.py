@@ -272,6 +272,7 @@ class ShardTrial(SampleTrial):
     """Reads samples of a `DataLoader`, and collates a shard of them, for a check."""
 
     def __init__(self, loader: DataLoader) -> None:
+        super().__init__(loader._reader)
         self._loader = loader
         self._samples = Seeded(loader.dataset, loader.seed)
 

@@ -220,7 +220,6 @@ class BatchFeed:
             loader,
             name,
             epoch,
-            self.seed,
             together=self.mode.together,
             tell=context.trainer.say if context.saving.nondeterministic else None,
         )
@@ -236,7 +235,7 @@ class BatchFeed:
         if self.comm.in_threads or not self.knows_own_samples_only(loader):
             return {}
         numbers = batch.numbers[: first_samples.COUNT].tolist()
-        hashes = first_samples.hashes_of(loader, numbers, epoch, self.seed)
+        hashes = first_samples.hashes_of(loader, numbers, epoch)
         return dict(zip(map(str, numbers), hashes or (), strict=False))
 
     def find_changed_sample(self, loader: Any, saved: dict[str, str], epoch: int) -> int:
@@ -244,7 +243,7 @@ class BatchFeed:
         are equal, or if they can't be compared.
         """
         numbers = list(map(int, saved))
-        hashes = first_samples.hashes_of(loader, numbers, epoch, self.seed)
+        hashes = first_samples.hashes_of(loader, numbers, epoch)
         pairs = zip(numbers, hashes or (), strict=False)
         return next((number for number, one in pairs if saved[str(number)] != one), -1)
 
@@ -306,7 +305,7 @@ class BatchFeed:
             remembers = self.capture is not None and loader.sampler is not None
             if remembers:
                 self.capture.begin_epoch(epoch, SAMPLER_ROOTS)
-            # for a sampler, or `set_epoch` of a data set, that draws
+            # for a sampler that draws
             random_scopes.seed_all(random_scopes.number_of(self.seed, "epoch", epoch))
             # the sampler is iterated here, also if the first batches are left out
             steps = loader.steps(pieces=context.pieces, join=self.accumulation_steps, part=part)

@@ -69,7 +69,6 @@ def check(
     loader: Any,
     name: str,
     epoch: int,
-    seed: int,
     *,
     together: bool = True,
     tell: Callable[[str], None] | None = None,
@@ -79,7 +78,6 @@ def check(
     Args:
         name: of the data in messages, such as "training".
         epoch: for the random numbers.
-        seed: of the trainer.
         together: all ranks have the same data, so they are compared.
         tell: reports a problem to the user, and nothing is raised; None raises it.
 
@@ -91,7 +89,7 @@ def check(
     if comm.in_threads:
         comm.barrier()  # no other rank may draw at the same time
     with _reading, random_scopes.restored():
-        found = _examine(loader, name, epoch, seed)
+        found = _examine(loader, name, epoch)
     if found.first is not None:
         loader.draws = loader.draws or found.first.draws
     try:
@@ -106,21 +104,15 @@ def check(
         tell(f"{problem}; training continues, but its results can't be repeated")
 
 
-def hashes_of(loader: Any, numbers: list[int], epoch: int, seed: int) -> list[str] | None:
+def hashes_of(loader: Any, numbers: list[int], epoch: int) -> list[str] | None:
     """Returns hashes of samples of a loader as it reads them in an epoch.
 
-    The data set is as before afterwards. None if a sample can't be read, or if it is another one
-    each time the epoch begins.
+    The data set is as before afterwards. None if a sample can't be read.
     """
     with _reading, random_scopes.restored():
         undo = Undo(parts_of_samples(loader))
         try:
-            _begin_epoch(loader, epoch, seed)
             hashes = _read(loader, epoch, numbers).hashes
-            if hasattr(loader.dataset, "set_epoch"):
-                _begin_epoch(loader, epoch, seed)
-                if _read(loader, epoch, numbers).hashes != hashes:
-                    return None
             return [f"{one:016x}" for one in hashes]
         except Exception:
             return None
@@ -131,14 +123,11 @@ def hashes_of(loader: Any, numbers: list[int], epoch: int, seed: int) -> list[st
 # --- on one rank ----------------------------------------------------------------------------------
 
 
-def _examine(loader: Any, name: str, epoch: int, seed: int) -> _Found:
+def _examine(loader: Any, name: str, epoch: int) -> _Found:
     """Reads the first samples on trial, several times."""
     undo = Undo(parts_of_samples(loader))
     found = _Found([])
     try:
-        _begin_epoch(loader, epoch, seed)
-        # What `set_epoch` changes isn't changed by reading.
-        begun = Undo(parts_of_samples(loader)) if hasattr(loader.dataset, "set_epoch") else undo
         count = len(loader.dataset)
         found.numbers = sorted({count * i // COUNT for i in range(COUNT)} if count else ())
         found.first = _read(loader, epoch, found.numbers)
@@ -146,7 +135,7 @@ def _examine(loader: Any, name: str, epoch: int, seed: int) -> _Found:
         undo.put_back()
         return found
     try:
-        found.problem = _find_problem(loader, name, epoch, seed, found, undo, begun)
+        found.problem = _find_problem(loader, name, epoch, found, undo)
     except Exception:  # such as a file that can be read once
         found.problem = ""
     finally:
@@ -154,28 +143,29 @@ def _examine(loader: Any, name: str, epoch: int, seed: int) -> _Found:
     return found
 
 
-def _find_problem(
-    loader: Any, name: str, epoch: int, seed: int, found: _Found, undo: Undo, begun: Undo
-) -> str:
+def _find_problem(loader: Any, name: str, epoch: int, found: _Found, undo: Undo) -> str:
     """Returns why a data set isn't repeatable; "" if it is.
 
-    undo: what the data set held before the check. begun: what it held before the first reading.
+    undo: what the data set held before the first reading.
     """
     numbers = found.numbers
     first = found.first
-    moved = begun.changed()
+    filled = undo.changed()
+    second = Undo(parts_of_samples(loader))
     difference = _difference(first, _read(loader, epoch, numbers), name, numbers)
-    if not difference and moved:
+    moved = second.changed()
+    if not difference and filled:
         # A cache may hide that samples are drawn from a generator.
-        begun.put_back(generators=False)
+        undo.put_back(generators=False)
         difference = _difference(first, _read(loader, epoch, numbers), name, numbers)
+        moved = filled
     if difference:
-        begun.put_back()
+        undo.put_back()
         if _difference(first, _read(loader, epoch, numbers), name, numbers):
             moved = []  # What has changed isn't the reason.
-        return _describe_moved(difference, moved, begun)
-    if first.draws and _keeps_drawn(loader, epoch, seed, numbers, undo):
-        cache = next((path for path in moved if not begun.is_generator(path)), "the data set")
+        return _describe_moved(difference, moved, undo)
+    if first.draws and _keeps_drawn(loader, epoch, numbers, undo):
+        cache = next((path for path in filled if not undo.is_generator(path)), "the data set")
         return (
             f"[data] {cache} keeps samples of the {name} data that were drawn at random, so they "
             "depend on the rank and the run that read them first; keep samples before the random "
@@ -197,14 +187,12 @@ def _difference(first: _Reading, again: _Reading, name: str, numbers: list[int])
     return ""
 
 
-def _keeps_drawn(loader: Any, epoch: int, seed: int, numbers: list[int], undo: Undo) -> bool:
+def _keeps_drawn(loader: Any, epoch: int, numbers: list[int], undo: Undo) -> bool:
     """Returns whether samples that were drawn in an epoch aren't drawn again in the next one."""
-    _begin_epoch(loader, epoch + 1, seed)
     if _read(loader, epoch + 1, numbers).draws:
         return False
     # The data set may draw in this epoch only. Then it doesn't draw either as it was before.
     undo.put_back()
-    _begin_epoch(loader, epoch + 1, seed)
     return _read(loader, epoch + 1, numbers).draws
 
 
@@ -213,24 +201,21 @@ def _describe_moved(what: str, moved: list[str], undo: Undo) -> str:
 
     moved: paths of what the first reading has changed.
     """
-    if not moved:
-        cause = "it seems to use a generator without a seed, such as np.random.default_rng()"
-    elif undo.is_generator(moved[0]):
-        cause = f"it draws from the generator {moved[0]}, whose state differs between ranks"
-    else:
-        cause = f"it seems to depend on {moved[0]}, which each reading changes"
+    if moved and not undo.is_generator(moved[0]):
+        return (
+            f"[data] {what}: it seems to depend on {moved[0]}, which each reading changes; make a "
+            "sample depend on its number and the epoch only"
+        )
+    cause = "it seems to use a generator without a seed, such as np.random.default_rng()"
+    if moved:
+        cause = f"it draws from {moved[0]}, which moves on with each sample that a rank reads"
     return f"[data] {what}: {cause}; {_DRAW}"
 
 
-def _begin_epoch(loader: Any, epoch: int, seed: int) -> None:
-    """Tells the data set its epoch, in the scope in which training does it."""
-    if hasattr(loader.dataset, "set_epoch"):
-        with random_scopes.scope(seed, "epoch", epoch):
-            loader.dataset.set_epoch(epoch)
-
-
 def _read(loader: Any, epoch: int, numbers: list[int]) -> _Reading:
+    """Begins an epoch and reads samples of it."""
     trial = loader.trial()
+    trial.begin_epoch(epoch)
     samples = []
     hashes = []
     for number in numbers:
