@@ -16,14 +16,15 @@ from odyssey.train.trainer import DistributedTrainer
 
 
 class Drawing:
-    """Samples with noise: of (seed, epoch, sample) if it repeats itself, else of a generator
-    that goes on.
+    """Samples with noise of (seed, epoch, sample). If it doesn't repeat itself, each program has
+    another seed.
     """
 
     classes = 3
 
     def __init__(self, repeats: bool) -> None:
-        self.repeats, self.epoch, self.draw = repeats, 0, np.random.default_rng(0)
+        self.epoch = 0
+        self.seed = 7 if repeats else int(np.random.default_rng().integers(8, 1 << 30))
         self.x = np.random.default_rng(5).normal(size=(60, 4)).astype(np.float32)
 
     def __len__(self) -> int:
@@ -33,7 +34,7 @@ class Drawing:
         self.epoch = epoch
 
     def __getitem__(self, i: int):
-        draw = np.random.default_rng([7, self.epoch, i]) if self.repeats else self.draw
+        draw = np.random.default_rng([self.seed, self.epoch, i])
         return self.x[i] + draw.normal(size=4).astype(np.float32), i % 3
 
 
