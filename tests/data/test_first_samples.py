@@ -73,6 +73,7 @@ def test_workers_train_alike(kind):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("kind", REFUSED)
 def test_other_data_sets_are_refused(kind, ranks):
+    trial_data.remembered.cache_clear()
     messages = mock.run(ranks, lambda comm: refusal(comm, Samples(kind)))
     assert len(set(messages)) == 1
     assert REFUSED[kind] in messages[0]

@@ -5,6 +5,7 @@ Worker processes import them from here.
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 
@@ -38,6 +39,8 @@ REFUSED = {
     "counted": "depend on dataset.reads",
     "cached after a draw": "dataset.cache keeps samples",
     "large cache after a draw": "keeps samples",
+    "partly cached after a draw": "dataset.cache keeps samples",
+    "cached by functools after a draw": "the data set keeps samples",
     "cached after a held draw": "draws from dataset.generator",
     "cached without a seed": "a generator without a seed",
 }
@@ -50,6 +53,12 @@ def draw(library: str) -> float:
     if library == "torch":
         return float(sys.modules["torch"].rand(()))
     return float(np.random.rand())
+
+
+@functools.lru_cache
+def remembered(i: int) -> float:
+    """Returns a number that is drawn once."""
+    return draw("numpy")
 
 
 class Samples:
@@ -115,10 +124,12 @@ class Samples:
             return self.file.read(1)[0] / 100
         if kind == "rank":
             return self.rank / 10
+        if "functools" in kind:
+            return remembered(i)
         if "cache" in kind:
             if i not in self.cache if isinstance(self.cache, dict) else self.cache[i] is None:
                 self.cache[i] = self.computed()
-            return self.cache[i]
+            return self.cache[i] + (draw("numpy") if "partly" in kind else 0)
         return 0
 
     def computed(self) -> float:

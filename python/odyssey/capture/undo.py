@@ -25,6 +25,7 @@ from .capture import (
 from .walk import REDUCED, RESOURCE, SAMPLED, STATE, Entry, Picture
 
 _COPIED_LENGTH = 1 << 20  # a container of at most so many items is copied
+_COPIED_IN_ALL = 1 << 26  # bytes of values that are copied
 
 
 class Undo:
@@ -36,12 +37,15 @@ class Undo:
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self._roots = roots
-        self._before = walk_patiently(roots, (), {})
+        self._original = walk_patiently(roots, (), {})
         # encoded values and their arrays by path, and the items of large containers
         self._copies: dict[str, tuple[Any, dict[str, np.ndarray]]] = {}
         self._items: dict[str, Any] = {}
-        for path, entry in self._before.entries.items():
-            if entry.sort in KEPT_SORTS and size_of(entry.value) <= COPIED_BYTES:
+        copied = 0
+        for path, entry in self._original.entries.items():
+            size = size_of(entry.value) if entry.sort in KEPT_SORTS else 0
+            if entry.sort in KEPT_SORTS and size <= min(COPIED_BYTES, _COPIED_IN_ALL - copied):
+                copied += size
                 arrays: dict[str, np.ndarray] = {}
                 node = values.encode(parts_of(entry), arrays, path)
                 self._copies[path] = node, {name: np.array(one) for name, one in arrays.items()}
@@ -51,43 +55,48 @@ class Undo:
 
     def changed(self) -> list[str]:
         """Returns the paths of what has changed since, generators first."""
-        now = self._look()
-        before = self._before
+        current = self._look()
+        original = self._original
         paths = [
             path
-            for path, entry in now.entries.items()
-            if path not in before.entries or _differs(before.entries[path], entry)
+            for path, entry in current.entries.items()
+            if path not in original.entries or _differs(original.entries[path], entry)
         ]
-        paths += [path for path in before.entries if self._is_gone(path, now)]
-        return sorted(paths, key=lambda path: not _is_generator(now.entries.get(path)))
+        paths += [path for path in original.entries if self._is_gone(path, current)]
+        return sorted(paths, key=lambda path: not _is_generator(current.entries.get(path)))
 
     def is_generator(self, path: str) -> bool:
         """Returns whether a random number generator is at a path."""
-        return _is_generator(self._before.entries.get(path))
+        return _is_generator(self._original.entries.get(path))
+
+    def is_number(self, path: str) -> bool:
+        """Returns whether a number was at a path, such as a counter."""
+        entry = self._original.entries.get(path)
+        return entry is not None and isinstance(entry.value, (int, float))
 
     def put_back(self, generators: bool = True) -> None:
         """Puts everything back that has changed. What can't be put back stays as it is.
 
         generators: False leaves random number generators as they are.
         """
-        now = self._look()
-        before = self._before
-        for path, entry in before.entries.items():
-            other = now.entries.get(path)
-            is_same = other is not None and not _differs(entry, other)
+        current = self._look()
+        original = self._original
+        for path, entry in original.entries.items():
+            latest = current.entries.get(path)
+            is_same = latest is not None and not _differs(entry, latest)
             if (is_same and path not in self._items) or not (
                 generators or not _is_generator(entry)
             ):
                 continue
             with contextlib.suppress(Exception):  # such as a class that refuses attributes
-                self._put(path, entry, other)
-        for path, entry in reversed(now.entries.items()):
-            is_new = path not in before.entries and path not in before.aliases
-            if is_new and entry.parent in before.entries:
+                self._restore(path, entry, latest)
+        for path, entry in reversed(current.entries.items()):
+            is_new = path not in original.entries and path not in original.aliases
+            if is_new and entry.parent in original.entries:
                 with contextlib.suppress(Exception):
                     entry.place.remove()
 
-    def _put(self, path: str, entry: Entry, now: Entry | None) -> None:
+    def _restore(self, path: str, entry: Entry, current: Entry | None) -> None:
         """Puts one value or object back."""
         if path in self._items:
             _put_items(entry.value, self._items[path])
@@ -103,27 +112,27 @@ class Undo:
                 return
             elif not values.is_immutable(entry.value):
                 values.put_into(entry.value, value)
-        if entry.sort != RESOURCE and (now is None or now.value is not entry.value):
+        if entry.sort != RESOURCE and (current is None or current.value is not entry.value):
             entry.place.set(entry.value)
 
     def _look(self) -> Picture:
-        known = {
+        paths_by_id = {
             id(entry.value): path
-            for path, entry in self._before.entries.items()
+            for path, entry in self._original.entries.items()
             if entry.sort not in KEPT_SORTS and not isinstance(entry.value, (type, type(None)))
         }
-        return walk_patiently(self._roots, (), known)
+        return walk_patiently(self._roots, (), paths_by_id)
 
-    def _is_gone(self, path: str, now: Picture) -> bool:
-        return path not in now.entries and path not in now.aliases
+    def _is_gone(self, path: str, current: Picture) -> bool:
+        return path not in current.entries and path not in current.aliases
 
 
-def _differs(before: Entry, now: Entry) -> bool:
+def _differs(original: Entry, current: Entry) -> bool:
     """Returns whether a value has changed, or another object is there."""
-    if before.sort != now.sort or before.mark != now.mark:
+    if original.sort != current.sort or original.mark != current.mark:
         return True
-    is_object = before.sort not in KEPT_SORTS and before.sort != RESOURCE
-    return is_object and before.value is not now.value
+    is_object = original.sort not in KEPT_SORTS and original.sort != RESOURCE
+    return is_object and original.value is not current.value
 
 
 def _is_generator(entry: Entry | None) -> bool:

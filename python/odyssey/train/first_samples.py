@@ -45,8 +45,8 @@ class _Reading:
 
 
 @dataclasses.dataclass
-class _Found:
-    """What a rank has found.
+class _Examination:
+    """The samples that a rank has read, and what is wrong with them.
 
     Attributes:
         numbers: those of the samples.
@@ -89,15 +89,15 @@ def check(
     if comm.in_threads:
         comm.barrier()  # no other rank may draw at the same time
     with _reading, random_scopes.restored():
-        found = _examine(loader, name, epoch)
-    if found.first is not None:
-        loader.draws = loader.draws or found.first.draws
+        examination = _examine(loader, name, epoch)
+    if examination.first is not None:
+        loader.draws = loader.draws or examination.first.draws
     try:
         with resume.on_all_ranks(comm, together):
-            if found.problem:
-                raise DataError(found.problem)
+            if examination.problem:
+                raise DataError(examination.problem)
         if together:
-            _compare(comm, found, name)
+            _compare(comm, examination, name)
     except DataError as problem:
         if tell is None:
             raise
@@ -123,33 +123,33 @@ def hashes_of(loader: Any, numbers: list[int], epoch: int) -> list[str] | None:
 # --- on one rank ----------------------------------------------------------------------------------
 
 
-def _examine(loader: Any, name: str, epoch: int) -> _Found:
+def _examine(loader: Any, name: str, epoch: int) -> _Examination:
     """Reads the first samples on trial, several times."""
     undo = Undo(parts_of_samples(loader))
-    found = _Found([])
+    examination = _Examination([])
     try:
         count = len(loader.dataset)
-        found.numbers = sorted({count * i // COUNT for i in range(COUNT)} if count else ())
-        found.first = _read(loader, epoch, found.numbers)
+        examination.numbers = sorted({count * i // COUNT for i in range(COUNT)} if count else ())
+        examination.first = _read(loader, epoch, examination.numbers)
     except Exception:
         undo.put_back()
-        return found
+        return examination
     try:
-        found.problem = _find_problem(loader, name, epoch, found, undo)
+        examination.problem = _find_problem(loader, name, epoch, examination, undo)
     except Exception:  # such as a file that can be read once
-        found.problem = ""
+        examination.problem = ""
     finally:
         undo.put_back()
-    return found
+    return examination
 
 
-def _find_problem(loader: Any, name: str, epoch: int, found: _Found, undo: Undo) -> str:
+def _find_problem(loader: Any, name: str, epoch: int, examination: _Examination, undo: Undo) -> str:
     """Returns why a data set isn't repeatable; "" if it is.
 
     undo: what the data set held before the first reading.
     """
-    numbers = found.numbers
-    first = found.first
+    numbers = examination.numbers
+    first = examination.first
     filled = undo.changed()
     second = Undo(parts_of_samples(loader))
     difference = _difference(first, _read(loader, epoch, numbers), name, numbers)
@@ -164,8 +164,9 @@ def _find_problem(loader: Any, name: str, epoch: int, found: _Found, undo: Undo)
         if _difference(first, _read(loader, epoch, numbers), name, numbers):
             moved = []  # What has changed isn't the reason.
         return _describe_moved(difference, moved, undo)
-    if first.draws and _keeps_drawn(loader, epoch, numbers, undo):
-        cache = next((path for path in filled if not undo.is_generator(path)), "the data set")
+    if first.draws and _keeps_drawn(loader, epoch, numbers, undo, bool(filled)):
+        caches = (p for p in filled if not (undo.is_generator(p) or undo.is_number(p)))
+        cache = next(caches, "the data set")
         return (
             f"[data] {cache} keeps samples of the {name} data that were drawn at random, so they "
             "depend on the rank and the run that read them first; keep samples before the random "
@@ -174,12 +175,12 @@ def _find_problem(loader: Any, name: str, epoch: int, found: _Found, undo: Undo)
     return ""
 
 
-def _difference(first: _Reading, again: _Reading, name: str, numbers: list[int]) -> str:
+def _difference(first: _Reading, second: _Reading, name: str, numbers: list[int]) -> str:
     """Returns what differs between two readings, for a message; "" if nothing does."""
-    for number, one, other in zip(numbers, first.hashes, again.hashes, strict=True):
-        if one != other:
+    for number, one, another in zip(numbers, first.hashes, second.hashes, strict=True):
+        if one != another:
             return f"sample {number} of the {name} data has other values when it is read again"
-    if first.batch != again.batch:
+    if first.batch != second.batch:
         return (
             f"the collate function of the {name} data returns other values when it gets the same "
             "samples again"
@@ -187,29 +188,39 @@ def _difference(first: _Reading, again: _Reading, name: str, numbers: list[int])
     return ""
 
 
-def _keeps_drawn(loader: Any, epoch: int, numbers: list[int], undo: Undo) -> bool:
-    """Returns whether samples that were drawn in an epoch aren't drawn again in the next one."""
-    if _read(loader, epoch + 1, numbers).draws:
+def _keeps_drawn(loader: Any, epoch: int, numbers: list[int], undo: Undo, has_filled: bool) -> bool:
+    """Returns whether samples of the next epoch depend on what was drawn in this one.
+
+    has_filled: reading has changed something that may be a cache.
+    """
+    later = _read(loader, epoch + 1, numbers)
+    if later.draws and not has_filled:
         return False
-    # The data set may draw in this epoch only. Then it doesn't draw either as it was before.
     undo.put_back()
-    return _read(loader, epoch + 1, numbers).draws
+    fresh = _read(loader, epoch + 1, numbers)
+    if fresh.hashes != later.hashes:
+        return True
+    if fresh.draws:
+        return False
+    # Either the data set draws in this epoch only, or a cache can't be put back.
+    undo.put_back()
+    return not _read(loader, epoch, numbers).draws
 
 
-def _describe_moved(what: str, moved: list[str], undo: Undo) -> str:
+def _describe_moved(statement: str, moved: list[str], undo: Undo) -> str:
     """Returns the message for samples that differ between two readings.
 
     moved: paths of what the first reading has changed.
     """
     if moved and not undo.is_generator(moved[0]):
         return (
-            f"[data] {what}: it seems to depend on {moved[0]}, which each reading changes; make a "
-            "sample depend on its number and the epoch only"
+            f"[data] {statement}: it seems to depend on {moved[0]}, which each reading "
+            "changes; make a sample depend on its number and the epoch only"
         )
     cause = "it seems to use a generator without a seed, such as np.random.default_rng()"
     if moved:
         cause = f"it draws from {moved[0]}, which moves on with each sample that a rank reads"
-    return f"[data] {what}: {cause}; {_DRAW}"
+    return f"[data] {statement}: {cause}; {_DRAW}"
 
 
 def _read(loader: Any, epoch: int, numbers: list[int]) -> _Reading:
@@ -256,26 +267,30 @@ def _describe(value: Any, depth: int) -> Any:
 # --- between ranks --------------------------------------------------------------------------------
 
 
-def _compare(comm: Communicator, found: _Found, name: str) -> None:
+def _compare(comm: Communicator, examination: _Examination, name: str) -> None:
     """Raises DataError, on all ranks, if a rank has read other samples than rank 0."""
     if comm.size == 1:
         return
     hashes = [0] * (COUNT + 1)
-    if found.first is not None:
-        hashes[: len(found.numbers)] = found.first.hashes
-        hashes[-1] = found.first.batch
-    row = [found.first is not None, hash_of(found.numbers), *hashes]
-    other, everyone = agreement.first_other(comm, row)
+    if examination.first is not None:
+        hashes[: len(examination.numbers)] = examination.first.hashes
+        hashes[-1] = examination.first.batch
+    row = [examination.first is not None, hash_of(examination.numbers), *hashes]
+    different_rank, everyone = agreement.first_other(comm, row)
     # Training reports a sample that can't be read, and another length.
-    if other is None or not everyone[:, 0].all() or (everyone[:, 1] != everyone[0, 1]).any():
+    if (
+        different_rank is None
+        or not everyone[:, 0].all()
+        or (everyone[:, 1] != everyone[0, 1]).any()
+    ):
         return
-    at = int(np.flatnonzero(everyone[other, 2:] != everyone[0, 2:])[0])
-    if at == COUNT:
-        problem = f"the collate function of the {name} data returns other values on rank {other}"
-    else:
-        problem = f"sample {found.numbers[at]} of the {name} data has other values on rank {other}"
+    position = int(np.flatnonzero(everyone[different_rank, 2:] != everyone[0, 2:])[0])
+    part = "the collate function"
+    if position < COUNT:
+        part = f"sample {examination.numbers[position]}"
     raise DataError(
-        f"[data] {problem} than on rank 0, but all ranks need the same data set: compare its files "
-        "on both machines, pass random_split a generator with a seed, and don't use the rank's "
-        "number or an unseeded generator in the data set"
+        f"[data] {part} of the {name} data has other values on rank {different_rank} than on rank "
+        "0, but all ranks need the same data set: compare its files on both machines, pass "
+        "random_split a generator with a seed, and don't use the rank's number or an unseeded "
+        "generator in the data set"
     ).on_all_ranks()
