@@ -39,7 +39,7 @@ REFUSED = {
     "counted": "depend on dataset.reads",
     "cached after a draw": "dataset.cache keeps samples",
     "large cache after a draw": "keeps samples",
-    "partly cached after a draw": "dataset.cache keeps samples",
+    "partly cached after a draw": "depend on dataset.cache or dataset.reads",
     "cached by functools after a draw": "the data set keeps samples",
     "cached after a held draw": "draws from dataset.generator",
     "cached without a seed": "a generator without a seed",

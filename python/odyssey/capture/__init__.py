@@ -20,7 +20,7 @@ from .edges import (
 )
 from .resources import is_resource
 from .sharing import ARRAYS, Memory, register_memory
-from .undo import Undo
+from .undo import Change, Undo
 from .values import Kind, NotAValue, decode, encode, is_value, mark, put_into, register
 from .walk import REFERENCE, Picture, walk
 
@@ -28,6 +28,7 @@ __all__ = [
     "ARRAYS",
     "COMPARED_ROOTS",
     "Capture",
+    "Change",
     "Edge",
     "Kind",
     "Memory",

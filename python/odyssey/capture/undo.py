@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,16 @@ from .walk import REDUCED, RESOURCE, SAMPLED, STATE, Entry, Picture
 
 _COPIED_LENGTH = 1 << 20  # a container of at most so many items is copied
 _COPIED_IN_ALL = 1 << 26  # bytes of values that are copied
+
+
+_KINDS = _GENERATOR, _OTHER, _NUMBER = "generator", "other", "number"
+
+
+class Change(NamedTuple):
+    """The path of something that has changed, and its kind: "generator", "other" or "number"."""
+
+    path: str
+    kind: str
 
 
 class Undo:
@@ -53,26 +63,21 @@ class Undo:
                 if len(entry.value) <= _COPIED_LENGTH:
                     self._items[path] = type(entry.value).copy(entry.value)
 
-    def changed(self) -> list[str]:
-        """Returns the paths of what has changed since, generators first."""
+    def changed(self) -> list[Change]:
+        """Returns what has changed since: generators first, and numbers, such as counters, last."""
         current = self._look()
         original = self._original
-        paths = [
-            path
+        changes = [
+            Change(path, _kind_of(entry))
             for path, entry in current.entries.items()
             if path not in original.entries or _differs(original.entries[path], entry)
         ]
-        paths += [path for path in original.entries if self._is_gone(path, current)]
-        return sorted(paths, key=lambda path: not _is_generator(current.entries.get(path)))
-
-    def is_generator(self, path: str) -> bool:
-        """Returns whether a random number generator is at a path."""
-        return _is_generator(self._original.entries.get(path))
-
-    def is_number(self, path: str) -> bool:
-        """Returns whether a number was at a path, such as a counter."""
-        entry = self._original.entries.get(path)
-        return entry is not None and isinstance(entry.value, (int, float))
+        changes += [
+            Change(path, _kind_of(entry))
+            for path, entry in original.entries.items()
+            if path not in current.entries and path not in current.aliases
+        ]
+        return sorted(changes, key=lambda change: _KINDS.index(change.kind))
 
     def put_back(self, generators: bool = True) -> None:
         """Puts everything back that has changed. What can't be put back stays as it is.
@@ -85,7 +90,7 @@ class Undo:
             latest = current.entries.get(path)
             is_same = latest is not None and not _differs(entry, latest)
             if (is_same and path not in self._items) or not (
-                generators or not _is_generator(entry)
+                generators or _kind_of(entry) != _GENERATOR
             ):
                 continue
             with contextlib.suppress(Exception):  # such as a class that refuses attributes
@@ -123,9 +128,6 @@ class Undo:
         }
         return walk_patiently(self._roots, (), paths_by_id)
 
-    def _is_gone(self, path: str, current: Picture) -> bool:
-        return path not in current.entries and path not in current.aliases
-
 
 def _differs(original: Entry, current: Entry) -> bool:
     """Returns whether a value has changed, or another object is there."""
@@ -135,9 +137,12 @@ def _differs(original: Entry, current: Entry) -> bool:
     return is_object and original.value is not current.value
 
 
-def _is_generator(entry: Entry | None) -> bool:
-    kind = None if entry is None else values.kind_of(entry.value)
-    return kind is not None and kind.name in GENERATORS
+def _kind_of(entry: Entry) -> str:
+    """Returns the kind of a `Change`."""
+    kind = values.kind_of(entry.value)
+    if kind is not None and kind.name in GENERATORS:
+        return _GENERATOR
+    return _NUMBER if isinstance(entry.value, (int, float)) else _OTHER
 
 
 def _put_items(container: Any, items: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..capture import Undo, is_value, mark
+from ..capture import Change, Undo, is_value, mark
 from ..comm import Communicator
 from ..core import random_scopes
 from ..core.fingerprint import hash_of
@@ -154,6 +154,9 @@ def _find_problem(loader: Any, name: str, epoch: int, examination: _Examination,
     second = Undo(parts_of_samples(loader))
     difference = _difference(first, _read(loader, epoch, numbers), name, numbers)
     moved = second.changed()
+    if not any(change.kind == "generator" for change in moved):
+        # A cache that the first reading has filled may be the reason.
+        moved = [change for change in filled if change.kind == "other"] + moved
     if not difference and filled:
         # A cache may hide that samples are drawn from a generator.
         undo.put_back(generators=False)
@@ -163,9 +166,9 @@ def _find_problem(loader: Any, name: str, epoch: int, examination: _Examination,
         undo.put_back()
         if _difference(first, _read(loader, epoch, numbers), name, numbers):
             moved = []  # What has changed isn't the reason.
-        return _describe_moved(difference, moved, undo)
+        return _describe_moved(difference, moved)
     if first.draws and _keeps_drawn(loader, epoch, numbers, undo, bool(filled)):
-        caches = (p for p in filled if not (undo.is_generator(p) or undo.is_number(p)))
+        caches = (change.path for change in filled if change.kind == "other")
         cache = next(caches, "the data set")
         return (
             f"[data] {cache} keeps samples of the {name} data that were drawn at random, so they "
@@ -207,19 +210,20 @@ def _keeps_drawn(loader: Any, epoch: int, numbers: list[int], undo: Undo, has_fi
     return not _read(loader, epoch, numbers).draws
 
 
-def _describe_moved(statement: str, moved: list[str], undo: Undo) -> str:
+def _describe_moved(statement: str, moved: list[Change]) -> str:
     """Returns the message for samples that differ between two readings.
 
-    moved: paths of what the first reading has changed.
+    moved: what the first reading has changed.
     """
-    if moved and not undo.is_generator(moved[0]):
+    if moved and moved[0].kind != "generator":
+        paths = " or ".join(list(dict.fromkeys(change.path for change in moved))[:3])
         return (
-            f"[data] {statement}: it seems to depend on {moved[0]}, which each reading "
-            "changes; make a sample depend on its number and the epoch only"
+            f"[data] {statement}: it seems to depend on {paths}, which each reading changes; make "
+            "a sample depend on its number and the epoch only"
         )
     cause = "it seems to use a generator without a seed, such as np.random.default_rng()"
     if moved:
-        cause = f"it draws from {moved[0]}, which moves on with each sample that a rank reads"
+        cause = f"it draws from {moved[0].path}, which moves on with each sample that a rank reads"
     return f"[data] {statement}: {cause}; {_DRAW}"
 
 
