@@ -53,7 +53,9 @@ class DataLoader:
             the same shape and dtype for all samples. An image, (C, H, W), (H, W) or (F,), with an
             integer is a classification. The attribute `classes`, if there is one, bounds the
             integers. The method `set_epoch`, if there is one, receives the epoch before each
-            iteration. `dataset[i]` must be the same on all ranks, and each time within an epoch.
+            iteration. `dataset[i]` must be the same on all ranks, and each time within an epoch. It
+            may draw from the generators of torch, numpy and random, which are seeded for each
+            sample.
         batch_size: the GLOBAL batch size: the samples of one optimizer step over all workers,
             however many there are.
         shuffle: a new order each epoch, from `permutation(len(dataset), seed, epoch)`.
@@ -62,7 +64,8 @@ class DataLoader:
             pieces of batch_size. Its `set_epoch`, if it has one, receives the epoch before each
             iteration.
         drop_last: skip a last batch with fewer than batch_size samples.
-        prefetch: how many batches a thread prepares ahead of the consumer. 0 uses no thread.
+        prefetch: how many batches a thread prepares ahead of the consumer. 0 uses no thread, and
+            neither do samples that draw, because the thread would share the generators.
         transform: a function of (sample, rng) that returns the sample to train with, one of
             `odyssey.data.transforms`, or a list of them, applied in order. `rng` is a
             numpy.random.Generator that depends only on (seed, epoch, number of the sample), so the
