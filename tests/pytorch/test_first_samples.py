@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
+from odyssey import data  # noqa: E402
 from odyssey.comm import Communicator, mock  # noqa: E402
 from odyssey.errors import DataError  # noqa: E402
 from odyssey.torch import DataLoader, DistributedTrainer  # noqa: E402
@@ -105,3 +106,25 @@ def test_evaluations_are_checked_once():
             make(comm).evaluate(Samples("rank", comm.rank))
 
     mock.run(2, evaluate)
+
+
+def test_a_trainer_of_odysseys_modules():
+    from odyssey import DistributedTrainer as OwnTrainer
+    from odyssey import nn as own_nn
+    from odyssey import optim
+    from odyssey.errors import ConfigError
+
+    def train(comm: Any, kind: str) -> str:
+        own_nn.manual_seed(0)
+        torch.manual_seed(comm.rank)
+        trainer = OwnTrainer(
+            own_nn.Linear(4, 3), optim.SGD(lr=0.1), shard_size=2, threads=1, comm=comm
+        )
+        with pytest.raises(ConfigError, match="is for modules of PyTorch; use odyssey.data"):
+            trainer.fit(DataLoader(Samples(kind), 8, comm=comm), verbose=False)
+        loader = data.DataLoader(Samples(kind), 8, shuffle=True)
+        trainer.fit(loader, epochs=2, verbose=False)
+        return trainer.weights_sha256()
+
+    for kind in ("plain", "torch", "all three"):
+        assert mock.run(3, train, kind) == [train(Communicator(), kind)] * 3

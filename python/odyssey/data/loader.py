@@ -83,6 +83,7 @@ class DataLoader:
         dataset, batch_size, drop_last: as given.
         in_memory: batches are indices of a data set in memory, so nothing is read or transformed.
         next_epoch: the epoch of the next iteration.
+        shares_samples: batches hold only the samples of this rank. True in `odyssey.torch`.
 
     Raises:
         ConfigError: a setting is out of range, the data set is unsuitable or empty, no batch would
@@ -106,6 +107,8 @@ class DataLoader:
         "seed",
         "shuffle",
     )
+
+    shares_samples = False
 
     def __init__(
         self,

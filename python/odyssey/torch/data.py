@@ -161,6 +161,8 @@ class DataLoader(own.DataLoader):
     batch_sampler).
     """
 
+    shares_samples = True
+
     def __init__(
         self,
         dataset: Any,

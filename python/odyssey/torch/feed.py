@@ -100,9 +100,6 @@ class ModuleFeed(BatchFeed):
     def put_order_states(self, states: dict[str, np.ndarray]) -> None:
         self.orders.put(states)
 
-    def knows_own_samples_only(self, loader: Any) -> bool:
-        return isinstance(loader, DataLoader)
-
     def advice(self, loader: Any) -> str:
         if not keeps_workers(loader):
             return ""

@@ -33,6 +33,11 @@ def own_steps(loader: Any) -> bool:
     )
 
 
+def shares_samples(loader: Any) -> bool:
+    """Returns whether batches of a loader hold only the samples of this rank."""
+    return isinstance(loader, datasets.DataLoader) and loader.shares_samples
+
+
 def check_batches(loader: Any, label: str = "data") -> None:
     """Raises ConfigError for what gives no batches."""
     arrays = isinstance(loader, tuple) or hasattr(loader, "__array__")

@@ -30,6 +30,7 @@ from .batches import (
     joined,
     last_step_samples,
     own_steps,
+    shares_samples,
     step_sizes,
 )
 from .learning_rate import LearningRate
@@ -114,12 +115,6 @@ class BatchFeed:
 
     def put_order_states(self, states: dict[str, np.ndarray]) -> None:
         """Sets the states that `order_states` returned."""
-
-    def knows_own_samples_only(self, loader: Any) -> bool:
-        """Returns whether a rank has only its own samples of a loader's batches, so a fingerprint
-        of a batch doesn't include the samples.
-        """
-        return False
 
     def advice(self, loader: Any) -> str:
         """Returns what may be the reason, and a remedy, if a batch is not the same when it is read
@@ -232,7 +227,7 @@ class BatchFeed:
         They are read again. The dict is empty if the fingerprint of the batch includes them, or if
         they can't be read.
         """
-        if self.comm.in_threads or not self.knows_own_samples_only(loader):
+        if self.comm.in_threads or not shares_samples(loader):
             return {}
         numbers = batch.numbers[: first_samples.COUNT].tolist()
         hashes = first_samples.hashes_of(loader, numbers, epoch)
@@ -419,8 +414,13 @@ class EngineFeed(BatchFeed):
         self.say = say
 
     def check_loader(self, loader: datasets.DataLoader, size: int, steps: int | None) -> None:
+        _check_reads_arrays(loader)
         self.scale_rate(size)
         check_last_step(self.mesh, loader, size, steps)
+
+    def loader_of(self, data: Any) -> Any:
+        _check_reads_arrays(data)
+        return super().loader_of(data)
 
     def expect_sizes(self, sizes: set[int]) -> None:
         self.engine.coming_sizes = sizes
@@ -438,6 +438,15 @@ class EngineFeed(BatchFeed):
         if not self.mode.together:  # each rank has samples of its own, and evaluates them all
             return None
         return self.engine.part if training else self.evaluation_engine.part
+
+
+def _check_reads_arrays(loader: Any) -> None:
+    """Raises ConfigError: a loader reads shards of tensors, for PyTorch modules."""
+    if shares_samples(loader):
+        raise ConfigError(
+            "[train] odyssey.torch.DataLoader is for modules of PyTorch; use odyssey.data."
+            "DataLoader with the same data set"
+        )
 
 
 def check_last_step(mesh: Mesh, loader: datasets.DataLoader, step: int, limit: int | None) -> None:

@@ -34,6 +34,7 @@ from ..errors import (
     Stopped,
 )
 from . import agreement, checkpoint_parts, completion, preflight, resume, trained_models
+from .batches import shares_samples
 from .feed import SAMPLER_ROOTS
 from .resume import RESUME
 
@@ -483,7 +484,7 @@ class Session:
         last = snapshot.values.get("last batch") or {}
         saved = last.get("samples")
         feed = self.trainer.feed
-        if not isinstance(saved, dict) or not feed.knows_own_samples_only(self.loader):
+        if not isinstance(saved, dict) or not shares_samples(self.loader):
             return
         changed = feed.find_changed_sample(self.loader, saved, int(last["epoch"]))
         by_rank = self.comm.all_gather(np.array([changed], np.int64))[:, 0]
