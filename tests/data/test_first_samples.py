@@ -198,6 +198,41 @@ def test_a_resumed_run_of_a_data_set_that_draws(tmp_path):
     assert mock.run(2, resume) == [expected] * 2
 
 
+@pytest.mark.parametrize("case", range(24))
+def test_random_programs(case, tmp_path):
+    """Programs are identical on any ranks, and when they are stopped and resumed on others."""
+    choice = random.Random(case).choice
+    kind = choice(REPEATABLE)
+    validation = choice([None, *REPEATABLE])
+    transform = choice([None, trial_data.noisy])
+
+    def run(ranks: int, stop: int | None = None, **saving: Any) -> set[str]:
+        def work(comm: Any) -> str:
+            try:
+                result = train(
+                    comm,
+                    Samples(kind),
+                    None if validation is None else Samples(validation),
+                    stop,
+                    saving,
+                    prefetch=prefetch,
+                    seed=3,
+                    transform=transform,
+                )
+            except Stopped:
+                return "stopped"
+            return repr(result)
+
+        prefetch = choice([0, 1, 4])
+        return set(mock.run(ranks, work))
+
+    expected = run(1)
+    assert run(choice([2, 3])) == expected
+    saving = {"checkpoint_dir": tmp_path, "checkpoint_every": choice([None, 1, 2])}
+    assert run(choice([1, 2, 3]), choice([1, 2, 3, 4, 5]), **saving) == {"stopped"}
+    assert run(choice([1, 2, 3]), **saving) == expected
+
+
 def test_nondeterministic_data_are_reported_only(capfd):
     train(Communicator(), Samples("unseeded"), fit={"allow_nondeterministic_data": True})
     assert "its results can't be repeated" in capfd.readouterr().err

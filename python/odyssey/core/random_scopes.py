@@ -193,6 +193,8 @@ def generators() -> dict[str, SharedGenerator]:
 #: How long a thread waits for the scope of another thread, in seconds.
 PATIENCE = 60.0
 
+# held while samples are read: ranks that are threads share the generators
+_reading = threading.RLock()
 _scope_ended = threading.Condition()  # notified when a scope ends
 _owner = 0  # the thread, or group of threads, that is in a scope
 _depth = 0  # its open scopes, one in another
@@ -233,7 +235,7 @@ def marks() -> list[Any]:
 
 def seed_all(number: int) -> None:
     """Seeds all generators of the process."""
-    with hold_generators():
+    with hold_generators(), _reading:
         for generator in generators().values():
             generator.seed(number)
 
@@ -245,8 +247,9 @@ def states() -> list[Any]:
 
 def restore(saved_states: list[Any]) -> None:
     """Sets all generators to the states that `states` returned."""
-    for generator, state in saved_states:
-        generator.restore(state)
+    with _reading:
+        for generator, state in saved_states:
+            generator.restore(state)
 
 
 @contextlib.contextmanager
@@ -258,6 +261,13 @@ def restored() -> Iterator[None]:
             yield
         finally:
             restore(saved_states)
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """Does the same as `restored`, for samples. Of ranks that are threads one reads at a time."""
+    with hold_generators(), _reading, restored():
+        yield
 
 
 @contextlib.contextmanager

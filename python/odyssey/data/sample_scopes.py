@@ -11,7 +11,6 @@ compared afterwards. If a sample did draw, all of these samples are read again, 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -19,9 +18,6 @@ from odyssey.core import random_scopes
 
 Result = TypeVar("Result")
 Key = tuple[int, ...]  # of a sample: epoch, number, and what else its numbers depend on
-
-#: Ranks that are threads share the generators, so one of them reads at a time.
-_reading = threading.RLock()
 
 
 class SampleScopes:
@@ -41,11 +37,8 @@ class SampleScopes:
     def begin_epoch(self, dataset: Any, epoch: int) -> None:
         """Calls `set_epoch` of a data set, which may draw, if it has this method."""
         if hasattr(dataset, "set_epoch"):
-            with (
-                random_scopes.hold_generators(),
-                _reading,
-                random_scopes.scope(self.seed, "epoch", epoch),
-            ):
+            with random_scopes.reading():
+                random_scopes.seed_all(random_scopes.number_of(self.seed, "epoch", epoch))
                 dataset.set_epoch(epoch)
 
     def read(self, keys: Sequence[Key], read: Callable[[Callable[[int], None]], Result]) -> Result:
@@ -56,7 +49,7 @@ class SampleScopes:
             read: reads all samples. It receives a function that it calls before each sample, with
                 the position of the sample's key.
         """
-        with random_scopes.hold_generators(), _reading, random_scopes.restored():
+        with random_scopes.reading():
             if self.draws is False:
                 marks = random_scopes.marks()
                 result = read(begin_nothing)

@@ -9,7 +9,6 @@ and each run would train with different samples, because a rank reads only its o
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,9 +29,6 @@ _DRAW = (
     "draw from the global generators of torch, numpy or random instead, which odyssey seeds for "
     "each sample"
 )
-
-#: Ranks that are threads may share a data set, so one of them reads at a time.
-_reading = threading.RLock()
 
 
 @dataclasses.dataclass
@@ -88,7 +84,7 @@ def check(
         return
     if comm.in_threads:
         comm.barrier()  # no other rank may draw at the same time
-    with _reading, random_scopes.restored():
+    with random_scopes.reading():
         examination = _examine(loader, name, epoch)
     if examination.first is not None:
         loader.draws = loader.draws or examination.first.draws
@@ -109,7 +105,7 @@ def hashes_of(loader: Any, numbers: list[int], epoch: int) -> list[str] | None:
 
     The data set is as before afterwards. None if a sample can't be read.
     """
-    with _reading, random_scopes.restored():
+    with random_scopes.reading():
         undo = Undo(parts_of_samples(loader))
         try:
             hashes = _read(loader, epoch, numbers).hashes
