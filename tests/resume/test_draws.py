@@ -252,3 +252,25 @@ def test_the_position_of_a_stateful_loader_is_not_lost(tmp_path):
     look = callbacks.LambdaCallback(on_step_end=lambda context: trainer.evaluate(loader))
     with pytest.raises(ConfigError, match="which has one position; use another loader"):
         trainer.fit(loader, callbacks=[look], checkpoint_dir=tmp_path, verbose=False)
+
+
+def test_a_normal_number_that_numpy_holds_back_is_restored_on_every_path():
+    generator = random_scopes.NumpyGenerator()
+    original = np.random.get_state()
+    draw = random.Random(5)
+    try:
+        for _ in range(200):
+            np.random.seed(draw.randrange(1000))
+            if draw.random() < 0.7:
+                np.random.standard_normal(draw.randrange(4))
+            state = generator.state()
+            expected = np.random.standard_normal(3)
+            generator.restore(state)
+            if draw.random() < 0.5:
+                generator.seed(draw.randrange(1000))
+            np.random.standard_normal(draw.randrange(3))
+            generator.restore(state)
+            assert generator.mark() == state
+            assert np.array_equal(np.random.standard_normal(3), expected)
+    finally:
+        np.random.set_state(original)

@@ -14,6 +14,7 @@ Scopes may be nested, in one thread. Two calls with one key draw the same number
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import random
 import struct
@@ -92,11 +93,11 @@ class NumpyGenerator:
     """The generator behind `numpy.random.rand` and its siblings.
 
     It is a Mersenne twister, unless a program has set another one. NumPy needs 100 us to read or to
-    write its state. So this class reads the memory of the twister, and asks NumPy only if that
-    memory has changed.
+    write its state. So this class reads and writes the memory of the twister.
 
     NumPy draws normal numbers in pairs and holds the second one back. So a mark is the memory of
-    the twister, 1 if a normal number is held back, and that number.
+    the twister, and 16 bytes for this number: 1 if there is one, and the number. The two numbers of
+    a pair have the same memory of the twister.
     """
 
     _BYTES = 4 * 625  # 624 numbers, and the position in them
@@ -104,58 +105,70 @@ class NumpyGenerator:
     def __init__(self) -> None:
         self._twister: Any = None
         self._memory = np.zeros(0, np.uint8)
-        self._latest: Any = None  # the mark when NumPy was asked last
-        # the mark after `seed`, which drops a normal number that was held back
-        self._seeded: Any = None
+        self._held_back: np.ndarray | None = None
 
     def _is_twister(self) -> bool:
-        """Returns whether the generator is a Mersenne twister, whose memory is `_memory` then."""
+        """Returns whether the generator is a Mersenne twister whose memory can be read."""
         current = np.random.get_bit_generator()
         if current is not self._twister:
             if type(current) is not np.random.MT19937:
                 return False
+            offset = _offset_of_held_back()
+            if offset is None:
+                return False
             self._twister = current
             self._memory = native.memory(current.ctypes.state_address, self._BYTES)
+            owner = np.random.mtrand._rand  # type: ignore[attr-defined]
+            self._held_back = native.memory(id(owner) + offset, 16)
         return True
 
     def mark(self) -> Any:
         if not self._is_twister():
             return repr(np.random.get_state(legacy=False))
-        mark = (self._memory.tobytes(), 0, 0.0)
-        if mark in (self._seeded, self._latest):
-            return mark
-        self._latest = (mark[0], *np.random.get_state()[3:])
-        return self._latest
+        assert self._held_back is not None
+        return self._memory.tobytes(), self._held_back.tobytes()
 
     def state(self) -> Any:
         return self.mark() if self._is_twister() else np.random.get_state(legacy=False)
 
     def restore(self, state: Any) -> None:
-        if isinstance(state, dict):  # of another generator than a twister
+        if isinstance(state, dict):
             if self.mark() != repr(state):
                 np.random.set_state(state)
             return
-        memory, is_held_back, held_back = state
-        if is_held_back or not self._is_twister():
-            if self.mark() != state:
-                numbers = np.frombuffer(memory, np.uint32)
-                np.random.set_state(
-                    ("MT19937", numbers[:-1], int(numbers[-1]), is_held_back, held_back)
-                )
-            return
-        current = (self._memory.tobytes(), 0, 0.0)
-        if self._seeded != current and self._latest != current:
-            np.random.seed(0)  # drops a normal number that may be held back now
+        if not self._is_twister():
+            raise ConfigError(
+                "[train] the generator of numpy.random was replaced while odyssey had seeded it; "
+                "call numpy.random.set_bit_generator before fit()"
+            )
+        memory, held_back = state
+        assert self._held_back is not None
         self._memory[:] = np.frombuffer(memory, np.uint8)
-        self._seeded = state
+        self._held_back[:] = np.frombuffer(held_back, np.uint8)
 
     def seed(self, number: int) -> None:
-        if self._is_twister():
+        twister = np.random.get_bit_generator()
+        if type(twister) is np.random.MT19937:
             np.random.seed(number & 0xFFFFFFFF)
-            self._seeded = (self._memory.tobytes(), 0, 0.0)
         else:
-            twister = np.random.get_bit_generator()
             np.random.set_state(type(twister)(number).state)
+
+
+@functools.cache
+def _offset_of_held_back() -> int | None:
+    """Returns where in its object a generator of NumPy holds a normal number back: 1 and the
+    number, 8 bytes each. None if that isn't as in the versions of NumPy known today.
+    """
+    if sys.implementation.name != "cpython":
+        return None
+    probe = np.random.RandomState(1)
+    probe.standard_normal()
+    wanted = struct.pack("<qd", 1, probe.get_state()[4])
+    content = native.copied(id(probe), type(probe).__basicsize__)
+    offset = content.find(wanted)
+    probe.standard_normal()
+    empty = native.copied(id(probe) + offset, 16) if offset > 0 else b""
+    return offset if empty == bytes(16) else None
 
 
 class TorchGenerator:
