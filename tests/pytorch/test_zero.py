@@ -368,3 +368,27 @@ def test_a_gradient_that_comes_twice_and_numpy_in_forward_are_refused():
         ), says
     for says in mock.run(2, rank, Numbers, 3):
         assert "forward() makes NumPy arrays of parameters" in says, says
+
+
+def take_steps_of_own_loop(comm, zero):
+    """Returns the weights after a loop around train_step() that reads odyssey's loader."""
+    with MAKING:
+        torch.manual_seed(3)
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    x = torch.linspace(-1, 1, 26 * 6).reshape(26, 6)
+    y = torch.arange(26) % 3
+    samples = [(x[i], y[i]) for i in range(26)]
+    loader = ot.DataLoader(samples, batch_size=13, shuffle=True, shard_size=2, comm=comm)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    trainer = ot.DistributedTrainer(net, optimizer, shard_size=2, zero=zero, comm=comm)
+    for _ in range(2):
+        for batch in loader:
+            trainer.train_step(batch)
+    return trainer.weights_sha256()
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_own_loop_reads_the_shards_that_the_trainer_gives_to_a_rank(zero):
+    (expected,) = mock.run(1, take_steps_of_own_loop, 0)
+    for ranks in (2, 3):
+        assert set(mock.run(ranks, take_steps_of_own_loop, zero)) == {expected}

@@ -98,22 +98,36 @@ class Shared(Samples):
         samples: of the global batch.
         shard_size: samples per shard; the last may have fewer.
         shards: this rank's shards by number, as the collate function returned them.
+        read_shard: reads another shard, by its number.
         name: for messages.
     """
 
-    def __init__(self, samples: int, shard_size: int, shards: dict[int, Any], name: str) -> None:
+    def __init__(
+        self,
+        samples: int,
+        shard_size: int,
+        shards: dict[int, Any],
+        read_shard: Callable[[int], Any],
+        name: str,
+    ) -> None:
         ArrayDataset.__init__(self, np.zeros((samples, 1), np.uint8), (), 0, _NONE, _NONE, name)
-        self.__dict__.update(shard_size=shard_size, shards=shards)
+        self.__dict__.update(shard_size=shard_size, shards=shards, read_shard=read_shard)
 
     def shard(self, lo: int, hi: int) -> Any:
         """Returns the shard of samples lo to hi - 1.
+
+        A loop around `train_step()` doesn't tell the loader which shards the trainer gives to this
+        rank. With `zero=2` these are others than the loader has read, so they are read now.
 
         Raises ConfigError: the loader has another shard size.
         """
         size = self.shard_size
         if lo % size or hi - lo != min(size, len(self) - lo):
             raise _shard_size_error(size, hi - lo)
-        return self.shards[lo // size]
+        shard = lo // size
+        if shard not in self.shards:
+            self.shards[shard] = self.read_shard(shard)
+        return self.shards[shard]
 
     def gather(self, indices: np.ndarray) -> tuple[Any, Any]:
         """Raises ConfigError, because other ranks have the other samples."""
@@ -265,9 +279,22 @@ class DataLoader(own.DataLoader):
             shards = map(self._row_reader, self._shard_order.next_shards)
         for (number, indices), run in zip(pieces, runs, strict=True):
             samples = len(indices)
+
+            def read_shard(shard: int, indices: np.ndarray = indices) -> Any:
+                return self._read_shard(epoch, indices[shard * size : (shard + 1) * size])
+
             local_shards = {shard: next(shards) for shard in run}
-            data = Shared(samples, size, local_shards, f"batch {number} of epoch {epoch}")
+            name = f"batch {number} of epoch {epoch}"
+            data = Shared(samples, size, local_shards, read_shard, name)
             yield Batch(data, np.arange(samples), epoch, number, indices)
+
+
+    def _read_shard(self, epoch: int, indices: np.ndarray) -> Any:
+        """Reads the samples of a shard in this process, and collates them."""
+        keys = [(epoch, index) for index in indices.tolist()]
+        if self._row_reader is not None:
+            return self._row_reader(keys)
+        return self._loader.collate_fn(self._loader.dataset.__getitems__(keys))
 
 
 class ShardTrial(SampleTrial):
