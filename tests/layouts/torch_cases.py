@@ -91,7 +91,10 @@ def looped(
     for epoch in range(case.epochs):
         for batch in _of(loader, epoch, settings["seed"]):
             for x, y in net.shards(batch):
-                with torch.autocast("cpu", torch.bfloat16, enabled=settings["precision"] == "bf16"):
+                x, y = (mapped(lambda t: t.to(draws.DEVICE), tree) for tree in (x, y))
+                with torch.autocast(
+                    draws.DEVICE, torch.bfloat16, enabled=settings["precision"] == "bf16"
+                ):
                     given = x if isinstance(x, (tuple, list)) else (x,)
                     out = net(**x) if isinstance(x, dict) else net(*given)
                     error = loss(out, y)
@@ -106,11 +109,13 @@ def looped(
             optimizer.zero_grad()
             if scheduler is not None:
                 scheduler.step()
-    found = {name: t.detach().clone().numpy() for name, t in module.state_dict().items()}
+    found = {name: t.detach().cpu().clone().numpy() for name, t in module.state_dict().items()}
     for i, p in enumerate(module.parameters()):
         for name, value in optimizer.state.get(p, {}).items():
             if isinstance(value, (torch.Tensor, int, float)):
-                found[f"optimizer {name} of {i}"] = np.array(value)
+                found[f"optimizer {name} of {i}"] = np.array(
+                    value.cpu() if isinstance(value, torch.Tensor) else value
+                )
     return found
 
 

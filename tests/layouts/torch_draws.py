@@ -29,6 +29,7 @@ from odyssey.comm import Communicator
 from odyssey.data.nested import mapped
 
 RANKS = 4  # of the largest layout
+DEVICE = "cpu"  # of the modules
 
 
 def numbers(seed: int, index: int, kind: str) -> random.Random:
@@ -325,7 +326,8 @@ class Training:
         )
         if self.channels_last and self.kind == "images" and not corrupts:
             made = made.to(memory_format=torch.channels_last)
-        return changes.Gain(made) if self._numbers("gain").random() < 0.3 else made
+        made = changes.Gain(made) if self._numbers("gain").random() < 0.3 else made
+        return made.to(DEVICE)
 
     def callbacks(self, scheduled: bool, module: nn.Module) -> list[callbacks.Callback]:
         """What changes things while it runs; of trainings by fit() only."""
@@ -339,7 +341,8 @@ class Training:
             return r.choice([contrastive, decorrelating, ranking])
         self.tensors  # noqa: B018  says whether targets are classes
         if self.kind == "tokens" or self.classes:
-            weight = torch.linspace(0.5, 2, self.words if self.kind == "tokens" else self.out)
+            classes = self.words if self.kind == "tokens" else self.out
+            weight = torch.linspace(0.5, 2, classes).to(DEVICE)
             return r.choice(
                 [
                     nn.CrossEntropyLoss(),
@@ -511,7 +514,7 @@ def contrastive(out: torch.Tensor, y: Any) -> torch.Tensor:
     like.
     """
     z = F.normalize(out.flatten(1).float(), eps=1e-3)
-    return F.cross_entropy(z @ z.T / 0.2, (torch.arange(len(z)) + 1) % len(z))
+    return F.cross_entropy(z @ z.T / 0.2, (torch.arange(len(z), device=z.device) + 1) % len(z))
 
 
 def decorrelating(out: torch.Tensor, y: Any) -> torch.Tensor:

@@ -136,7 +136,7 @@ def main() -> None:
 
     def stepped(*_: object) -> None:
         if given.bug and trainer.comm.rank == 1 and trainer.steps == 1:
-            trainer.arena.params.view(np.uint32)[3] ^= 1 << 20
+            trainer.arena.params.numpy().view(np.uint32)[3] ^= 1 << 20
         if (
             trainer.steps + 2 == given.die
             and trainer.comm.rank == 1

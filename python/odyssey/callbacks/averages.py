@@ -479,18 +479,18 @@ class ModuleWeights:
     def all_tensors(self) -> Iterator[dict[str, np.ndarray]]:
         """Yields all tensors by name, whole on every rank, to be read.
 
-        Collective with zero=3. Otherwise nothing is copied.
+        Collective with zero=3. Otherwise nothing is copied, except from a GPU.
         """
         with self._trainer.gathered():
-            yield {name: tensor.detach().numpy() for name, tensor in self._named_tensors()}
+            yield {name: tensor.detach().cpu().numpy() for name, tensor in self._named_tensors()}
 
     @contextlib.contextmanager
-    def _local(self) -> Iterator[dict[str, np.ndarray]]:
+    def _local(self) -> Iterator[dict[str, Any]]:
         """Yields the tensors by name that this rank has, to be written."""
         with self._trainer.shards.holding() as local_ids:
             buffers = self.buffers()
             yield {
-                name: tensor.detach().numpy()
+                name: tensor.detach()
                 for name, tensor in self._named_tensors()
                 if local_ids is None or name in buffers or id(tensor) in local_ids
             }
@@ -502,14 +502,14 @@ class ModuleWeights:
         """
         with self._local() as tensors:
             # All are copied before the first is written, because tensors may share memory.
-            previous_values = {name: array.copy() for name, array in tensors.items()}
-            for name, array in tensors.items():
-                np.copyto(array, values[name])
+            previous_values = {name: tensor.clone() for name, tensor in tensors.items()}
+            for name, tensor in tensors.items():
+                tensor.copy_(tensor.new_tensor(values[name]))
 
         def restore() -> None:
             with self._local() as tensors:
-                for name, array in tensors.items():
-                    np.copyto(array, previous_values[name])
+                for name, tensor in tensors.items():
+                    tensor.copy_(previous_values[name])
 
         return restore
 

@@ -203,6 +203,11 @@ def generators() -> dict[str, SharedGenerator]:
     return _generators
 
 
+def add(name: str, generator: SharedGenerator) -> None:
+    """Has scopes seed one more generator, for example that of a GPU. A name is added once."""
+    _generators.setdefault(name, generator)
+
+
 #: How long a thread waits for the scope of another thread, in seconds.
 PATIENCE = 60.0
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 import bisect
 from collections.abc import Collection
 
-import numpy as np
 import torch
 from torch import nn
 
 from ..comm import Communicator
-from ..core import native
 from ..errors import ConfigError
+from .device import Device, on_host
 from .memory import aligned_sizes, of_parameters, view
 from .norms import Norms
 
@@ -27,7 +26,8 @@ class ModuleArena:
     stay.
 
     named: parameters by name, each once, those that are trained first. trained: how many these are.
-    size: floats of their gradients. params: all parameters, float32; extent: floats of them,
+    device: where they are. size: floats of their gradients. params: all parameters, a flat float32
+    tensor; extent: floats of them,
     wherever they are (zero.py). grads: gradients of the parameters `held`; gradients: their places.
     norms: statistics and all other buffers. aliases: what shares memory with parameters. Raises
     ConfigError: a parameter or module cannot be trained this way; the message names it.
@@ -36,12 +36,13 @@ class ModuleArena:
     def __init__(self, module: nn.Module) -> None:
         _check_module(module)
         self.module = module
+        self.device = Device(next(module.parameters()).device)
         trained = {name for name, p in named_parameters(module) if p.requires_grad}
         if not trained:
             raise ConfigError(
                 f"[torch] {type(module).__name__} has no parameter that requires a gradient"
             )
-        self.norms = Norms(module, list(module.named_parameters()))
+        self.norms = Norms(module, list(module.named_parameters()), self.device)
         self.arrange(trained)
 
     def arrange(self, trained: Collection[str]) -> None:
@@ -59,7 +60,7 @@ class ModuleArena:
                 p.data = p.data.contiguous()
         self.at, self.extent = aligned_sizes(tensors)
         self.size = self.end(self.trained)
-        self.params = native.aligned(self.extent)
+        self.params = self.device.zeros(self.extent)
         for p, offset in zip(tensors, self.at, strict=True):
             place = view(self.params, offset, p)
             place.copy_(p.data)
@@ -79,7 +80,7 @@ class ModuleArena:
     def hold(self, run: range) -> None:
         """Has memory for the gradients of these trained parameters."""
         self.held = run
-        self.grads = native.aligned(self.end(run.stop) - self.end(run.start))
+        self.grads = self.device.zeros(self.end(run.stop) - self.end(run.start))
         self.gradients = self.views(self.grads)
 
     def shares(self, first: int, stop: int, ranks: int) -> list[range]:
@@ -109,16 +110,17 @@ class ModuleArena:
                 "of this module, or module.to(), has moved it; use the later one, or make a new one"
             )
 
-    def views(self, flat: np.ndarray) -> list[torch.Tensor]:
-        """The places of gradients in an array of their layout."""
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The places of gradients in a flat tensor of their layout."""
         lo = self.end(self.held.start)
         return [view(flat, self.at[i] - lo, self.named[i][1]) for i in self.held]
 
     def send(self, comm: Communicator) -> None:
         """Gives all ranks the values of rank 0; a collective call."""
-        comm.broadcast(self.params)
+        with on_host(self.params) as parameters:
+            comm.broadcast(parameters)
         for _, b in self.buffers:
-            contiguous = b.detach().clone(memory_format=torch.contiguous_format)
+            contiguous = b.detach().cpu().clone(memory_format=torch.contiguous_format)
             raw = contiguous.view(-1).view(torch.uint8).numpy()
             if raw.size:
                 comm.broadcast(raw)
@@ -167,8 +169,21 @@ def _check_module(module: nn.Module) -> None:
                 f"[torch] {name} is in parts, as an earlier trainer of this module has zero=3; "
                 "make the new one in `with trainer.gathered():` of that"
             )
-        if p.dtype != torch.float32 or p.device.type != "cpu" or p.layout != torch.strided:
+        if p.dtype != torch.float32 or p.layout != torch.strided or p.is_meta:
             raise ConfigError(
                 f"[torch] {name} is {str(p.dtype).removeprefix('torch.')} on {p.device}; float32 "
-                "on the CPU is allowed: module.float().cpu(), and precision='bf16' for autocast"
+                "is allowed: module.float(), and precision='bf16' for autocast"
+            )
+    _check_devices(module)
+
+
+def _check_devices(module: nn.Module) -> None:
+    """Raises ConfigError: parameters and buffers of a module are on several devices."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    first_name, first = tensors[0]
+    for name, tensor in tensors:
+        if tensor.device != first.device:
+            raise ConfigError(
+                f"[torch] {first_name} is on {first.device}, and {name} on {tensor.device}; move "
+                f"the module to one device: module.to({str(first.device)!r})"
             )

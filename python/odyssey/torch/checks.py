@@ -18,6 +18,7 @@ from ..errors import ConfigError
 from ..parallel import Strategy
 from ..train import RankChecks, agreement, check_replicas
 from .changing import share
+from .device import host_array
 from .first_shard import FirstShard
 from .stepper import ModuleStepper
 
@@ -49,7 +50,7 @@ class ModuleChecks(RankChecks):
     def begin_fit(
         self, context: callbacks.Context, compared_data: datasets.ArrayDataset | None
     ) -> None:
-        if torch.is_autocast_enabled("cpu"):
+        if torch.is_autocast_enabled(self.stepper.arena.device.type):
             raise ConfigError(
                 "[torch] fit() within torch.autocast would keep old weights; use precision='bf16'"
             )
@@ -118,6 +119,7 @@ class ModuleChecks(RankChecks):
     def check_replicas(self) -> None:
         """Compares parameters and running statistics; with zero=3 the latter alone."""
         arena = self.stepper.arena
-        prints = [fingerprint.of(array) for array in (arena.params, arena.norms.running)]
+        tensors = (arena.params, arena.norms.running)
+        prints = [fingerprint.of(host_array(tensor)) for tensor in tensors]
         weights = fingerprint.hash_of(prints)
         check_replicas(self.comm, self.stepper.steps, {"weights": weights})

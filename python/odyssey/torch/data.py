@@ -288,7 +288,6 @@ class DataLoader(own.DataLoader):
             data = Shared(samples, size, local_shards, read_shard, name)
             yield Batch(data, np.arange(samples), epoch, number, indices)
 
-
     def _read_shard(self, epoch: int, indices: np.ndarray) -> Any:
         """Reads the samples of a shard in this process, and collates them."""
         keys = [(epoch, index) for index in indices.tolist()]

@@ -39,6 +39,7 @@ from ..data import Batch
 from ..errors import ConfigError, check_integer
 from ..parallel import Strategy, default_shard_size
 from .data import Shared, tree_of
+from .device import host_array
 from .modes import flushes_subnormals
 from .shard_draws import generator
 from .shards import LoopError, Shards, read_weight
@@ -457,7 +458,7 @@ class DistributedDataParallel(torch.nn.Module):
     def _read_norms(self) -> tuple[bytes, list[int]]:
         """Returns the current running statistics and counters of the normalisations."""
         norms = self._arena.norms
-        return norms.running.tobytes(), [int(counter) for _, counter in norms.counters]
+        return host_array(norms.running).tobytes(), [int(counter) for _, counter in norms.counters]
 
     def _check_shard(self, gradients: list[torch.Tensor], versions: dict[int, int]) -> None:
         """Checks that backward(), and nothing else, has changed the gradients during a shard.

@@ -21,6 +21,7 @@ from ..core import fingerprint
 from ..train import spread
 from .changing import ForwardCheck
 from .data import part
+from .device import host_array
 from .shard_draws import seldom_used_marks
 from .shards import Shards
 
@@ -98,7 +99,7 @@ class FirstShard:
         # a class of the user's own may not be found by its name
         with contextlib.suppress(Exception):
             # a copy of each tensor: bits of a product may depend on where in memory it starts
-            return tree_map(_copy, decode(node, arrays))
+            return self.shards.arena.device.put(tree_map(_copy, decode(node, arrays)))
         return None
 
     def _compute(self, value: tuple[Any, Any], step: int) -> int | None:
@@ -136,7 +137,7 @@ class FirstShard:
             parameter.grad = None
             if gradient is not None:
                 flat = gradient.detach().contiguous().reshape(-1)
-                prints.append(fingerprint.of_bytes(flat.numpy(), start))
+                prints.append(fingerprint.of_bytes(host_array(flat), start))
 
         with contextlib.ExitStack() as hooks:
             for parameter, start in zip(trained, arena.at, strict=False):

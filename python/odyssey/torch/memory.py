@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
+from .device import PLAIN_TENSORS
 
 ALIGN = 16  # floats; every tensor starts on a vector
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -33,12 +34,13 @@ def aligned_sizes(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
     return starts, size
 
 
-def view(flat: np.ndarray, at: int, like: torch.Tensor) -> torch.Tensor:
-    """Returns a view of an array from float `at` on, with the shape and strides of `like`.
+def view(flat: torch.Tensor, at: int, like: torch.Tensor) -> torch.Tensor:
+    """Returns a view of a flat tensor from float `at` on, with the shape and strides of `like`.
 
-    Each view counts its own changes (`_version`).
+    Each view counts its own changes (`_version`), because `data` makes a new tensor.
     """
-    return torch.from_numpy(flat[at : at + like.numel()]).as_strided(like.shape, like.stride())
+    part = flat.data[at : at + like.numel()]
+    return part.as_strided(like.shape, like.stride(), part.storage_offset())
 
 
 @dataclasses.dataclass
@@ -153,12 +155,12 @@ def attributes(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
         (f"{path}.{name}" if path else name, value)
         for path, part in module.named_modules()
         for name, value in vars(part).items()
-        if type(value) is torch.Tensor
+        if type(value) in PLAIN_TENSORS
     ]
 
 
 def _has_memory(t: torch.Tensor) -> bool:
-    return t.layout == torch.strided and t.device.type == "cpu" and t.numel() > 0
+    return t.layout == torch.strided and not t.is_meta and t.numel() > 0
 
 
 def _is_dense(t: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ from ..errors import ConfigError
 from ..metrics import check_mean
 from ..train import WholeSet
 from . import huggingface
+from .device import Device, host_array
 
 Metric = Callable[[Any, Any], Any]
 # Batches of random samples that show whether a function is a mean, and how many samples each has.
@@ -76,8 +77,10 @@ def chosen(metrics: Any) -> dict[str, Metric]:
     return {"accuracy": accuracy} if metrics is None else ours.chosen(metrics, NAMED, top_k)
 
 
-def sums(metrics: dict[str, Metric], out: Any, y: Any, samples: int) -> list[float]:
-    """Sums each metric over the samples of a shard."""
+def sums(
+    metrics: dict[str, Metric], out: Any, y: Any, samples: int, device: Device
+) -> list[float | torch.Tensor]:
+    """Sums each metric over the samples of a shard; see `Device.read` for the numbers."""
     totals = []
     with torch.no_grad():
         for name, metric in metrics.items():
@@ -87,24 +90,26 @@ def sums(metrics: dict[str, Metric], out: Any, y: Any, samples: int) -> list[flo
                     f"[train] the metric {name} gave {tuple(value.shape)}; it must give a value of "
                     f"each sample ({samples}, ...) or one number"
                 )
-            totals.append(float(value.flatten(1).mean(1).sum() if value.dim() > 1 else value.sum()))
-            totals[-1] *= 1 if value.dim() else samples
+            total = device.read(value.flatten(1).mean(1).sum() if value.dim() > 1 else value.sum())
+            totals.append(total if value.dim() else total * samples)
     return totals
 
 
 class ModuleWholeSet(WholeSet):
-    """Metrics of the whole set that get tensors, without gradients and of at least 32 bits."""
+    """Metrics of the whole set that get tensors of the CPU, without gradients and of at least 32
+    bits.
+    """
 
     def collect(self, first: int, output: Any, target: Any) -> None:
         def widen(tensor: torch.Tensor) -> torch.Tensor:
-            tensor = tensor.detach()
+            tensor = tensor.detach().cpu()
             return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
         super().collect(first, *pytree.tree_map_only(torch.Tensor, widen, (output, target)))
 
     def to_array(self, value: Any) -> np.ndarray:
         # a copy, because forward() may use its memory again
-        return value.numpy().copy() if isinstance(value, torch.Tensor) else np.asarray(value)
+        return host_array(value).copy() if isinstance(value, torch.Tensor) else np.asarray(value)
 
     def from_array(self, array: np.ndarray) -> torch.Tensor:
         return tensor_of(array)

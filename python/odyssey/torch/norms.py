@@ -2,7 +2,7 @@
 
 A normalisation keeps running statistics of its inputs, and a counter of batches. The rule by which
 it updates them is known. So each shard updates them separately, and the step merges the values. For
-that, running statistics become views of one array. A program may write into them between steps, or
+that, running statistics become views of one tensor. A program may write into them between steps, or
 replace them by other tensors: the next step starts with the new values, as in a plain PyTorch loop.
 """
 
@@ -13,23 +13,23 @@ import hashlib
 import operator
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 from torch import nn
 
-from ..core import native
 from ..errors import ConfigError
+from .device import Device, host_array
 from .memory import Alias, Places, aligned_sizes, attributes
 
 Named = list[tuple[str, torch.Tensor]]
 
 
 class Norms:
-    """The buffers of a module. It moves running statistics to one array; their values stay.
+    """The buffers of a module. It moves running statistics to one tensor; their values stay.
 
     Args:
         module: what is trained.
         parameters: the names and tensors of its parameters. Statistics may not share their memory.
+        device: the device of the module.
 
     Attributes:
         statistics: float buffers of normalisations (name, tensor), views of `running`.
@@ -44,8 +44,9 @@ class Norms:
         ConfigError: A buffer isn't supported; the message names it.
     """
 
-    def __init__(self, module: nn.Module, parameters: Named) -> None:
+    def __init__(self, module: nn.Module, parameters: Named, device: Device) -> None:
         self.module = module
+        self.device = device
         self.written: dict[str, str] = {}
         norm_names = _find_norm_buffers(module)
         buffers = list(module.named_buffers())
@@ -70,9 +71,8 @@ class Norms:
         )
         self._shapes = [statistic.shape for _, statistic in self.statistics]
         self._offsets, self.floats = aligned_sizes([statistic for _, statistic in self.statistics])
-        self.running, self.kept = (
-            native.aligned(max(self.floats, 1))[: self.floats] for _ in range(2)
-        )
+        self.running = device.zeros(self.floats)
+        self.kept = device.zeros(self.floats)
         self._move_statistics()
         for alias in self.aliases:
             alias.follow()
@@ -94,7 +94,7 @@ class Norms:
         for (_, statistic), offset, shape in zip(
             self.statistics, self._offsets, self._shapes, strict=True
         ):
-            place = torch.from_numpy(self.running[offset : offset + shape.numel()]).view(shape)
+            place = self.running.data[offset : offset + shape.numel()].view(shape)
             if statistic.data_ptr() != place.data_ptr() or statistic.dtype != place.dtype:
                 place.copy_(statistic.detach())
                 statistic.data = place
@@ -102,12 +102,12 @@ class Norms:
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
         """Restores statistics and counters after the block."""
-        running = self.running.copy()
+        running = self.running.clone()
         counters = [(counter, counter.clone()) for _, counter in self.counters]
         try:
             yield
         finally:
-            self.running[...] = running
+            self.running.copy_(running)
             with torch.no_grad():
                 for counter, value in counters:
                     counter.copy_(value)
@@ -187,7 +187,7 @@ class Norms:
             if buffer is not shared[name] or is_moved:
                 return "shares no memory with others any more"
         is_float = name in shapes or name in aliases
-        if buffer.device.type != "cpu" or buffer.is_floating_point() != is_float:
+        if buffer.device != self.device.torch_device or buffer.is_floating_point() != is_float:
             return f"is {str(buffer.dtype).removeprefix('torch.')} on {buffer.device}"
         if buffer.shape != shapes.get(name, buffer.shape):
             return f"has shape {tuple(buffer.shape)} instead of {tuple(shapes[name])}"
@@ -200,18 +200,20 @@ class Norms:
         Raises ConfigError: a buffer can't be merged any more.
         """
         self._adopt_replaced()
-        counts = [int(counter) for _, counter in self.counters]
+        counts = self._read_counts()
         # compared as integers, because a NaN doesn't equal itself
-        if counts == self.counts and np.array_equal(
-            self.running.view(np.uint32), self.kept.view(np.uint32)
+        if counts == self.counts and torch.equal(
+            self.running.view(torch.int32), self.kept.view(torch.int32)
         ):
             return
+        running = host_array(self.running)
+        kept = host_array(self.kept)
         for (name, _), offset, shape in zip(
             self.statistics, self._offsets, self._shapes, strict=True
         ):
             span = slice(offset, offset + shape.numel())
-            values = self.running[span].tobytes()
-            if values != self.kept[span].tobytes():
+            values = running[span].tobytes()
+            if values != kept[span].tobytes():
                 self._note_write(name, values)
         for (name, _), count, before in zip(self.counters, counts, self.counts, strict=True):
             if count != before:
@@ -225,12 +227,17 @@ class Norms:
 
     def keep(self) -> None:
         """Makes the current values those before the next step."""
-        self.kept[:] = self.running
-        self.counts = [int(counter) for _, counter in self.counters]
+        self.kept.copy_(self.running)
+        self.counts = self._read_counts()
+
+    def _read_counts(self) -> list[int]:
+        """Returns the values of the counters; the host waits for the device once."""
+        counters = [counter.detach().reshape(()) for _, counter in self.counters]
+        return torch.stack(counters).tolist() if counters else []
 
     def put_back(self) -> None:
         """Sets statistics and counters to their values before the step."""
-        self.running[:] = self.kept
+        self.running.copy_(self.kept)
         for (_, counter), count in zip(self.counters, self.counts, strict=True):
             counter.fill_(count)
 
@@ -240,7 +247,7 @@ class Norms:
         merged: the values of all statistics; None if there are none.
         """
         if merged is not None:
-            self.running[:] = merged.numpy()
+            self.running.copy_(merged)
         for (_, counter), count in zip(self.counters, counts, strict=True):
             counter.fill_(count)
         self.keep()

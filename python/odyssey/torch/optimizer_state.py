@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from ..capture import Kind, NotAValue, decode, encode, is_value, mark, put_into, register
 from ..errors import CheckpointError, ConfigError
 from .arena import ModuleArena
+from .device import PLAIN_TENSORS
 
 # the dtypes that both NumPy and checkpoints have
 _ARRAY_DTYPES = frozenset(
@@ -260,7 +261,7 @@ class OptimizerState:
                 if path in saved.tensors
                 else self._decode(saved.numbers[path], saved.arrays)
             )
-            if type(value) is torch.Tensor and value.shape == p.shape:
+            if type(value) in PLAIN_TENSORS and value.shape == p.shape:
                 value = torch.empty_like(p, dtype=value.dtype).copy_(value)
             if key:
                 state.setdefault(p, {})[key] = value
@@ -316,14 +317,14 @@ class OptimizerState:
     def _is_in_parameters(self, tensor: torch.Tensor) -> bool:
         """Returns True if a tensor has the memory of a parameter."""
         parameters = self.arena.params
-        start = parameters.ctypes.data
+        start = parameters.data_ptr()
         is_strided = tensor.layout == torch.strided and tensor.numel() > 0
         return is_strided and start <= tensor.data_ptr() < start + parameters.nbytes
 
     def _is_array(self, value: Any) -> bool:
         """Returns True for a tensor that a checkpoint can have as an array."""
         return (
-            type(value) is torch.Tensor
+            type(value) in PLAIN_TENSORS
             and value.layout == torch.strided
             and value.dtype in _ARRAY_DTYPES
             and not self._is_in_parameters(value)

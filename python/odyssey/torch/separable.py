@@ -145,7 +145,7 @@ def _classify_loss(
         gradients[empty] = [torch.zeros_like(gradient) for gradient in gradients[empty]]
         values[empty] = 0.0
     shares = (half_weights[0] / total_weight, half_weights[1] / total_weight)
-    parts = [[gradient.double() for gradient in tensors] for tensors in gradients]
+    parts = [[gradient.double().cpu() for gradient in tensors] for tensors in gradients]
     largest = max(float(torch.cat(tensors).norm()) for tensors in parts)
     if not 0 < largest < math.inf:
         return "unknown"

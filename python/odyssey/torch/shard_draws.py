@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..core import random_scopes
+from .device import Device
 
 generator = torch.random.default_generator
 #: The generators that are seeded only if shards draw from them, in the order of their flags.
@@ -46,17 +47,21 @@ class ShardDraws:
     """Seeds the generators of the process for each shard, and notes which of them it draws from.
 
     Args:
-        in_threads: True if ranks are threads, which share the generators. Then only torch's is
-            seeded.
+        device: the device of the module, whose generator is seeded as torch's of the CPU is.
+        in_threads: True if ranks are threads, which share the generators. Then only those of torch
+            are seeded.
         repeats: True if the caller can repeat a step. If False, all generators are seeded for each
             shard.
     """
 
-    def __init__(self, in_threads: bool, repeats: bool) -> None:
+    def __init__(self, device: Device, in_threads: bool, repeats: bool) -> None:
         self.in_threads = in_threads
         self.repeats = repeats
         names = () if in_threads else SELDOM_USED
-        self._seldom_used = {name: random_scopes.generators()[name] for name in names}
+        all_generators = random_scopes.generators()
+        self._seldom_used = {name: all_generators[name] for name in names}
+        torch_names = ("torch",) if device.is_host else ("torch", device.type)
+        self._of_torch = {name: all_generators[name] for name in torch_names}
         self._seeded = set(names)
         self._is_first_step = True
         self._marks: dict[str, Any] = {}  # of the generators, before the shard drew from them
@@ -68,7 +73,7 @@ class ShardDraws:
         Raises ConfigError: another thread trains at the same time. It would not help to wait for
         it, because a program may draw in a thread at any time, for example to create a module.
         """
-        watched_generators = [random_scopes.generators()["torch"], *self._seldom_used.values()]
+        watched_generators = [*self._of_torch.values(), *self._seldom_used.values()]
         with self._alone():
             states = [(one, one.state()) for one in watched_generators]
             outer_marks = self._marks
@@ -90,7 +95,8 @@ class ShardDraws:
 
         everything: True if all generators are seeded, also those that no shard has drawn from.
         """
-        generator.manual_seed(number)
+        for one in self._of_torch.values():
+            one.seed(number)
         for name, one in self._seldom_used.items():
             if everything or name in self._seeded:
                 one.seed(number)

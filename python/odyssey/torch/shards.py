@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from ..comm import Communicator
-from ..core import fingerprint, random_scopes
+from ..core import random_scopes
 from ..core.random_scopes import seed_of
 from ..errors import ConfigError, OdysseyError
 from ..parallel import Reduction, StepOutcome
@@ -132,9 +132,8 @@ class Prepared:
 
     plan: planning.Plan
     reduction: Reduction
-    buffers: list[torch.Tensor]
+    buffers: list[torch.Tensor]  # on the module's device
     gradients: list[list[torch.Tensor]]  # for each buffer, the gradient of each parameter in it
-    result: torch.Tensor
 
 
 class OpenBatch(NamedTuple):
@@ -285,16 +284,14 @@ class Shards:
         self._share = 1.0  # samples of the shard that is being run / samples of a full shard
         self._weight = 1.0  # of its gradients and its loss
         self._lay_out_memory()
-        self.draws = ShardDraws(comm.in_threads, repeats=not custom_loop)
+        self.draws = ShardDraws(arena.device, comm.in_threads, repeats=not custom_loop)
         self.norms = arena.norms
-        self.running = torch.from_numpy(self.norms.running)
-        self.kept = torch.from_numpy(self.norms.kept)
 
     def _lay_out_memory(self) -> None:
         """Makes memory for the mean gradient, and the layout of a shard's results."""
         arena = self.arena
         arena.hold(range(arena.trained))
-        self.gradient = torch.from_numpy(arena.grads)
+        self.gradient = arena.grads
         self._layout = lay_out_sums(arena.size, arena)
 
     def arrange(self, trained: Collection[str]) -> None:
@@ -368,13 +365,15 @@ class Shards:
         reduction = strategies.make(
             self.strategy, self.comm, plan, floats, workers=1, content=content
         )
-        buffers = [reduction.buffers[i] for i in range(plan.buffers)]
+        buffers = [torch.from_numpy(reduction.buffers[i]) for i in range(plan.buffers)]
+        if not arena.device.is_host:
+            # the sums of this rank are computed there, and copied to those of the reduction
+            buffers = [arena.device.zeros(floats) for _ in buffers]
         return Prepared(
             plan=plan,
             reduction=reduction,
-            buffers=[torch.from_numpy(buffer) for buffer in buffers],
+            buffers=buffers,
             gradients=[arena.views(buffer) for buffer in buffers] if train else [],
-            result=torch.from_numpy(reduction.result),
         )
 
     def traffic(self) -> tuple[int, int, int]:
@@ -386,9 +385,11 @@ class Shards:
         ).tolist()
         return sent, plain, wire
 
-    def kept_parameters(self) -> list[fingerprint.Run]:
-        """Returns the memory of the parameters that this rank adds to a fingerprint of all."""
-        return [(self.arena.params.ctypes.data, self.arena.extent, 0)]
+    def kept_parameters(self) -> list[tuple[torch.Tensor, int]]:
+        """Returns the parameters that this rank adds to a fingerprint of all, as flat tensors with
+        their offsets in floats.
+        """
+        return [(self.arena.params, 0)]
 
     @property
     def nbytes(self) -> tuple[int, int]:
@@ -561,7 +562,7 @@ class Shards:
             tail += self._store_buffers(flat)
             tail += self.draws.flags()
         offset = self._layout.sums if train else 0
-        flat.numpy()[offset : offset + len(tail)] = tail
+        self.arena.device.write(flat, offset, tail)
 
     def preview(self, samples: int, step: int) -> Iterator[tuple[int, int]]:
         """Yields the shards of the open batch, for a pass before the one that `run` is for.
@@ -607,10 +608,11 @@ class Shards:
         number = random_scopes.number_of(self.seed, *key)
         return self.draws.scope(number, everything=runs_own_code(part))
 
-    def count(self, loss: float, *metrics: float) -> None:
+    def count(self, loss: float | torch.Tensor, *metrics: float | torch.Tensor) -> None:
         """Sets the results of the shard that is being run.
 
-        loss: the mean over its samples. metrics: sums over its samples.
+        loss: the mean over its samples, as `Device.read` returns it. metrics: sums over its
+        samples.
         """
         self._sums[: 1 + len(metrics)] = loss, *metrics
 
@@ -672,8 +674,8 @@ class Shards:
         layout = self._layout
         if norms.floats:
             weighted = flat[layout.statistics : layout.changed]
-            torch.mul(self.running, self._share, out=weighted)
-            flat[layout.changed : layout.sums] = (self.running != self.kept).float()
+            torch.mul(norms.running, self._share, out=weighted)
+            flat[layout.changed : layout.sums] = (norms.running != norms.kept).float()
         return [
             float(int(counter) - count)
             for (_, counter), count in zip(norms.counters, norms.counts, strict=True)
@@ -693,19 +695,22 @@ class Shards:
         _, train, outcome = self._open_batch
         result = self._complete_sums()
         sums_at = self._layout.sums if train else 0
-        samples_at = sums_at + 1  # NaN if a rank failed
-        if train and (outcome.error is not None or math.isnan(result[samples_at])):
+        numbers = result[sums_at:].tolist()  # the host waits for the device here
+        loss, samples, weight, *metrics = numbers[:SUMS]
+        # the number of samples is NaN if a rank failed
+        if train and (outcome.error is not None or math.isnan(samples)):
             self.settle(step_taken=False)
-        outcome.end(float(result[samples_at]))
-        loss, samples, weight, *metrics = result[sums_at : sums_at + SUMS].tolist()
+        outcome.end(samples)
         loss = loss / weight * samples if weight else math.nan
         if not train:
             return BatchSums(loss, samples, metrics)
-        self._merge_buffers(result, samples)
-        self._store_mean(result, weight)
         layout = self._layout
-        reached_by = result[layout.reached : layout.counters].tolist()  # so many shards
-        drawn_by = result[layout.drawn : layout.end].tolist()
+        self._merge_buffers(
+            result, samples, raised=numbers[layout.counters - sums_at : layout.drawn - sums_at]
+        )
+        self._store_mean(result, weight)
+        reached_by = numbers[layout.reached - sums_at : layout.counters - sums_at]  # so many shards
+        drawn_by = numbers[layout.drawn - sums_at : layout.end - sums_at]
         return BatchSums(
             loss,
             samples,
@@ -714,12 +719,14 @@ class Shards:
             drawn=[shards > 0 for shards in drawn_by],
         )
 
-    def _merge_buffers(self, result: torch.Tensor, samples: float) -> None:
+    def _merge_buffers(self, result: torch.Tensor, samples: float, raised: list[float]) -> None:
         """Computes the values of statistics and counters after the step, for `settle`.
 
         Statistics become the mean over the shards, weighted by their samples. They stay as they are
         if no shard changed them.
         Counters rise by the mean over the shards, rounded up.
+
+        raised: by how much all shards have raised each counter.
         """
         norms = self.norms
         layout = self._layout
@@ -727,22 +734,34 @@ class Shards:
             shares = samples / min(self.shard_size or samples, samples)
             mean = result[layout.statistics : layout.changed] / shares
             changed = result[layout.changed : layout.sums] > 0
-            self.merged = torch.where(changed, mean, self.kept)
-        totals = result[layout.counters : layout.drawn].tolist()
-        raised = [math.ceil(total / self._shard_count) for total in totals]
-        self._counts_after = [count + by for count, by in zip(norms.counts, raised, strict=True)]
+            self.merged = torch.where(changed, mean, norms.kept)
+        self._counts_after = [
+            count + math.ceil(total / self._shard_count)
+            for count, total in zip(norms.counts, raised, strict=True)
+        ]
 
     def _complete_sums(self) -> torch.Tensor:
-        """Returns the sums of the results of all shards (see `SumsLayout`); a collective call."""
+        """Returns the sums of the results of all shards (see `SumsLayout`), on the device; a
+        collective call.
+        """
         prepared, _, outcome = self._open_batch
+        reduction = prepared.reduction
+        device = self.arena.device
+        if not device.is_host and outcome.error is None and self.comm.size > 1:
+            for _, buffer in prepared.plan.partial:
+                torch.from_numpy(reduction.buffers[buffer]).copy_(prepared.buffers[buffer])
         outcome.tell()  # before the exchange: the sums of a rank that failed say so
-        prepared.reduction.start()
-        prepared.reduction.finish()
-        return prepared.result
+        reduction.start()
+        reduction.finish()
+        if device.is_host or self.comm.size > 1:
+            return device.put(torch.from_numpy(reduction.result))
+        _, root = prepared.plan.partial[0]
+        return prepared.buffers[root]
 
     def _store_mean(self, result: torch.Tensor, weight: float) -> None:
         """Divides the sum of the gradients by the sum of weights, into `gradient`."""
-        torch.div(result[: self._layout.statistics], weight, out=self.gradient)
+        divisor = self.arena.device.number(weight)
+        torch.div(result[: self._layout.statistics], divisor, out=self.gradient)
 
     def settle(self, step_taken: bool = True) -> None:
         """Sets the buffers of normalisations to their values after the step.

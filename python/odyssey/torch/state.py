@@ -22,6 +22,7 @@ from ..parallel import Strategy
 from ..settings import Training, of_checkpoint
 from ..train import ARITHMETIC, CAPTURED, BatchSharing, as_json, resume
 from .changing import share
+from .device import host_array
 from .feed import ModuleFeed
 from .optimizer_state import SavedState, merged
 from .shards import described, environment, machine
@@ -133,24 +134,41 @@ class ModuleState:
         """Returns those of the mean gradients of the last step, and of parameters and running
         statistics.
         """
+        arena = self.arena
+        if not arena.device.is_host:
+            return tuple(  # type: ignore[return-value]
+                fingerprint.add(
+                    [fingerprint.of(host_array(flat), start) for flat, start in tensors]
+                )
+                for tensors in self._printed_tensors()
+            )
         version = self.parts.version
         if self._prints is None or self._prints[0] != version:
-            arena = self.arena
-            weights = self.shards.kept_parameters()
-            if arena.norms.floats and not (self.partial and self.comm.rank):
-                weights.append((arena.norms.running.ctypes.data, arena.norms.floats, arena.extent))
-            start = arena.end(arena.held.start)
-            gradients = [(arena.grads.ctypes.data, arena.grads.size, start)]
-            self._prints = version, fingerprint.Runs(gradients), fingerprint.Runs(weights)
+            gradients, weights = (
+                fingerprint.Runs(
+                    [(flat.data_ptr(), flat.numel(), start) for flat, start in tensors]
+                )
+                for tensors in self._printed_tensors()
+            )
+            self._prints = version, gradients, weights
         _, gradient_prints, weight_prints = self._prints
         return gradient_prints(), weight_prints()
+
+    def _printed_tensors(self) -> tuple[list[tuple[torch.Tensor, int]], ...]:
+        """Returns the gradients, and the weights with running statistics, of this rank: flat
+        tensors with their offsets in floats.
+        """
+        arena = self.arena
+        weights = self.shards.kept_parameters()
+        if arena.norms.floats and not (self.partial and self.comm.rank):
+            weights.append((arena.norms.running, arena.extent))
+        return [(arena.grads, arena.end(arena.held.start))], weights
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Parameters and buffers by name, copies; tied parameters once. Collective with zero=3."""
         with self.shards.whole():
             return {
-                name: t.detach().numpy().copy()
-                for name, t in (*self.arena.named, *self.arena.buffers)
+                name: host_array(t).copy() for name, t in (*self.arena.named, *self.arena.buffers)
             }
 
     def last_gradients(self) -> dict[str, np.ndarray]:
@@ -161,7 +179,7 @@ class ModuleState:
             (self.arena.named[i][0], g)
             for i, g in zip(self.arena.held, self.arena.gradients, strict=True)
         ]
-        found = {name: g.numpy().copy() for name, g in held}
+        found = {name: host_array(g).copy() for name, g in held}
         if not self.partial:
             return found
         return {
@@ -178,7 +196,7 @@ class ModuleState:
         digest = hashlib.sha256()
         with self.shards.whole():
             for _, t in sorted([*self.arena.named, *self.arena.buffers], key=lambda pair: pair[0]):
-                digest.update(t.detach().contiguous().numpy().tobytes())
+                digest.update(host_array(t.detach().contiguous()).tobytes())
         return digest.hexdigest()
 
     def named_state(self) -> dict[str, np.ndarray]:
@@ -186,8 +204,8 @@ class ModuleState:
         collective with zero.
         """
         with self.shards.whole():
-            arrays = {f"weight {n}": p.detach().numpy().copy() for n, p in self.arena.named}
-        arrays.update((f"buffer {n}", b.detach().numpy().copy()) for n, b in self.arena.buffers)
+            arrays = {f"weight {n}": host_array(p).copy() for n, p in self.arena.named}
+        arrays.update((f"buffer {n}", host_array(b).copy()) for n, b in self.arena.buffers)
         optimizer = self.parts.gathered()
         for key, value in {**optimizer.numbers, **optimizer.arrays, **optimizer.tensors}.items():
             state, slash, name = key.partition("/")
@@ -222,7 +240,7 @@ class ModuleState:
         if self.comm.rank != 0:
             return Snapshot(self.stepper.steps, arrays) if parts else None
         arrays |= {
-            "buffers": {name: b.detach().numpy() for name, b in self.arena.buffers},
+            "buffers": {name: host_array(b) for name, b in self.arena.buffers},
             OPTIMIZER_VALUES: {**optimizer.arrays, **group_arrays},
             "generators": self.feed.orders.state(),
             CAPTURED: captured_arrays,
@@ -265,7 +283,7 @@ class ModuleState:
                 for n, p in self.arena.named
                 if (self.comm.rank == 0 if mine is None else id(p) in mine)
             ]
-            arrays = {name: p.detach().numpy() for name, p in own}
+            arrays = {name: host_array(p) for name, p in own}
             return (
                 arrays
                 if parts or not self.partial
@@ -376,7 +394,7 @@ class ModuleState:
             (
                 t,
                 resume.tensor(
-                    snapshot.arrays.get(stem, {}), n, tuple(t.shape), t.detach().numpy().dtype, name
+                    snapshot.arrays.get(stem, {}), n, tuple(t.shape), host_array(t).dtype, name
                 ),
             )
             for stem, named in (("parameters", self.arena.named), ("buffers", self.arena.buffers))

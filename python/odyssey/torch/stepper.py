@@ -25,6 +25,7 @@ from . import huggingface, separable
 from . import metrics as metric_sums
 from .changing import ForwardCheck, ForwardWatch
 from .data import part, tree_of
+from .device import host_array, on_host
 from .optimizer_parts import OptimizerParts
 from .shards import BatchSums, Shards, is_compiled, read_weight
 from .whole_batch_loss import Outputs, WholeBatchLoss
@@ -183,7 +184,7 @@ class ModuleStepper(Stepper):
             # After an error this rank runs no shard. `sums` reports the error to all ranks.
             for lo, hi in shard_ranges if outcome.error is None else ():
                 with self.forward_watch.looking(), _one_line_errors, self._watch_shard():
-                    x, y = part(batch, lo, hi)
+                    x, y = self._read_shard(batch, lo, hi)
                     if joined is None:
                         self._run_shard(x, y, lo, hi - lo, train, is_split)
                     else:
@@ -198,6 +199,12 @@ class ModuleStepper(Stepper):
             self.shards.settle(step_taken=False)
             return self.run(batch, step, whole_set=whole_set)
         return sums
+
+    def _read_shard(
+        self, batch: datasets.Batch, lo: int, hi: int, targets: bool = True
+    ) -> tuple[Any, Any]:
+        """Returns inputs and targets of samples lo to hi - 1 of a batch, on the device."""
+        return self.arena.device.put(part(batch, lo, hi, targets))
 
     def _watch_shard(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context that watches what BatchNorm gets in a shard of the first step."""
@@ -253,9 +260,11 @@ class ModuleStepper(Stepper):
         if train and weight:
             with slot.span("backward"):
                 loss.backward()
-        self.shards.count(float(loss.detach()), *self._measure(out, y, lo, samples))
+        self.shards.count(
+            self.arena.device.read(loss.detach()), *self._measure(out, y, lo, samples)
+        )
 
-    def _measure(self, out: Any, y: Any, lo: int, samples: int) -> list[float]:
+    def _measure(self, out: Any, y: Any, lo: int, samples: int) -> list[float | torch.Tensor]:
         """Returns the sums of the metrics over a shard, and collects what others need of it.
 
         The first shard of the first batch shows whether each metric is a mean.
@@ -266,7 +275,7 @@ class ModuleStepper(Stepper):
         if self._whole_set:
             with torch.no_grad():
                 self._whole_set.collect(lo, *huggingface.compared(out, y))
-        return metric_sums.sums(self.metrics, out, y, samples)
+        return metric_sums.sums(self.metrics, out, y, samples, self.arena.device)
 
     def _compute_output(self, x: Any, y: Any) -> tuple[Any, Any]:
         """Returns the output of forward() for a shard, and the target for the loss."""
@@ -325,7 +334,7 @@ class ModuleStepper(Stepper):
         ):
             for lo, hi in shard_ranges if outcome.error is None else ():
                 with self.forward_watch.looking(), _one_line_errors, self._watch_shard():
-                    x, y = part(batch, lo, hi)
+                    x, y = self._read_shard(batch, lo, hi)
                     outputs.add(lo, hi, *self._compute_output(x, y))
         all_shards = outputs.exchanged(self.comm, failed=outcome.error is not None)
         if all_shards is None:
@@ -378,7 +387,7 @@ class ModuleStepper(Stepper):
         if self.comm.rank or self.gather or size < 2:
             return
         owners = [m for m in (self.module, self.loss) if isinstance(m, nn.Module)]
-        first_shard = tree_of(part(batch, 0, size))
+        first_shard = tree_of(self._read_shard(batch, 0, size))
 
         def compute_loss(shard: tuple[Any, Any]) -> torch.Tensor:
             x, y = shard
@@ -432,7 +441,9 @@ class ModuleStepper(Stepper):
         return self.module(*x) if isinstance(x, tuple) else self.module(x)
 
     def _enter_autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast("cpu", dtype=torch.bfloat16) if self.precision == "bf16" else _NOTHING
+        if self.precision != "bf16":
+            return _NOTHING
+        return torch.autocast(self.arena.device.type, dtype=torch.bfloat16)
 
     def commit(self, sums: BatchSums) -> bool:
         """Updates the parameters from the mean gradient, if loss and gradient are finite.
@@ -463,7 +474,8 @@ class ModuleStepper(Stepper):
                         "each rank updates other parameters; use zero=0"
                     )
             if self.zero in (1, 2) and self.comm.size > 1:
-                self.comm.all_gather_v(self.arena.params, self.parts.ranges)
+                with on_host(self.arena.params) as parameters:
+                    self.comm.all_gather_v(parameters, self.parts.ranges)
         self.shards.settle(finite)
         return finite
 
@@ -473,9 +485,8 @@ class ModuleStepper(Stepper):
         gradient: the part that this rank has.
         """
         # the extremes of a tensor with a NaN are NaN
-        is_finite = not gradient.numel() or all(
-            math.isfinite(float(extreme)) for extreme in torch.aminmax(gradient)
-        )
+        extremes = torch.stack(torch.aminmax(gradient)).tolist() if gradient.numel() else []
+        is_finite = all(map(math.isfinite, extremes))
         if not self.partial:
             return is_finite
         return bool(self.comm.all_reduce(np.array([is_finite], np.int32), "min")[0])
@@ -490,7 +501,8 @@ class ModuleStepper(Stepper):
         def combine_by(op: str) -> Callable[[np.ndarray], np.ndarray]:
             return lambda a: self.comm.all_reduce(a, op) if self.partial else a
 
-        local_runs = [(gradient.data_ptr(), gradient.numel())] if gradient.numel() else []
+        array = host_array(gradient)
+        local_runs = [(array.ctypes.data, array.size)] if array.size else []
         return global_norm(local_runs, combine_by("max"), combine_by("sum"))
 
     def measured(self, sums: BatchSums) -> dict[str, float]:
@@ -522,7 +534,7 @@ class ModuleStepper(Stepper):
         shard_ranges = self.shards(len(batch.indices), number, train=False)
         with self.shards.phase(), contextlib.closing(shard_ranges):
             for lo, hi in shard_ranges:
-                x, _ = part(batch, lo, hi, targets=False)
+                x, _ = self._read_shard(batch, lo, hi, targets=False)
                 yield lo, self._predict_shard(x, hi - lo)
 
     def _predict_shard(self, x: Any, samples: int) -> np.ndarray:
@@ -538,7 +550,7 @@ class ModuleStepper(Stepper):
                 f"[torch] forward() of {samples} samples gives {kind}; give a tensor "
                 f"({samples}, ...)"
             )
-        return (out.float() if out.dtype == torch.bfloat16 else out).numpy()
+        return host_array(out.float() if out.dtype == torch.bfloat16 else out)
 
 
 _ONE_SAMPLE = (

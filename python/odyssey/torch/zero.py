@@ -31,11 +31,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..comm import Communicator
-from ..core import fingerprint, native
+from ..core import native
 from ..errors import ConfigError
 from ..parallel import StepOutcome
 from ..parallel import plan as planning
 from .arena import ModuleArena
+from .device import host_array, on_host
 from .memory import ALIGN
 from .shards import OpenBatch, Shards, lay_out_sums
 
@@ -72,6 +73,7 @@ class Bucket:
             start = arena.at[i] - self.at
             stop = start + parameter.numel()
             self._places.append((start, stop, parameter.shape, parameter.stride()))
+        self._device = arena.device.torch_device
         self.nodes: Nodes = []
         self.grads: torch.Tensor | None = None
         self.waits: set[int] = set()
@@ -83,9 +85,9 @@ class Bucket:
             for start, stop, shape, stride in self._places
         ]
 
-    def keep(self, params: np.ndarray, is_owner: bool) -> None:
+    def keep(self, params: torch.Tensor, is_owner: bool) -> None:
         """Copies the values from the arena if `is_owner`, else makes views without memory."""
-        self.flat = torch.from_numpy(params[self.at : self.at + self.floats]).clone()
+        self.flat = params[self.at : self.at + self.floats].clone()
         self.views = self.places(self.flat)
         if not is_owner:
             self.free()
@@ -109,7 +111,7 @@ class Bucket:
         The first call for a shard makes the memory, filled with zeros.
         """
         if self.grads is None:
-            self.grads = torch.zeros(self.floats)
+            self.grads = torch.zeros(self.floats, device=self._device)
         start, stop, shape, stride = self._places[i - self.run.start]
         return self.grads[start:stop].as_strided(shape, stride)
 
@@ -147,7 +149,8 @@ class _FetchOnUse(TorchDispatchMode):
         self.spread.need([*args, *kwargs.values()])
         operation, _, _ = func.__name__.partition(".")  # without the name of the overload
         if self.spread.autocast and operation in FUSED:
-            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutocastCPU, False):
+            key = self.spread.arena.device.autocast_key
+            with torch._C._SetExcludeDispatchKeyGuard(key, False):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -181,6 +184,13 @@ class Spread(Shards):
         self._sum_under_way: tuple[Any, Bucket, np.ndarray, np.ndarray] | None = None
         self._round_count = self._round = self._shard_count = 0
         super().__init__(module, comm, *arguments, **held)
+        if comm.in_threads and not self.arena.device.is_host:
+            # PyTorch runs the backward passes of a device in one thread, in which a rank would wait
+            # for another one.
+            raise ConfigError(
+                f"[torch] zero={zero} of ranks that are threads (comm.mock), with a module on "
+                f"{self.arena.device.torch_device}; use zero=1, or ranks that are processes"
+            )
         if zero == 3:
             self._check_aliases()
             for part in module.modules():
@@ -209,10 +219,10 @@ class Spread(Shards):
         trained_runs = arena.shares(0, arena.trained, ranks)
         frozen_runs = arena.shares(arena.trained, len(arena.named), ranks)
         arena.hold(trained_runs[self.comm.rank])
-        self.gradient = torch.from_numpy(arena.grads)
+        self.gradient = arena.grads
         # the tail: all results of a shard but its gradients, which are in buckets
         self._layout = lay_out_sums(0, arena)
-        self._tail = torch.zeros(self._layout.end)
+        self._tail = torch.zeros(self._layout.end, device=arena.device.torch_device)
         self._tail_nodes = list[tuple[int, np.ndarray]]()
         self.owned = self._cut_into_buckets(trained_runs)
         self.summed = [b for buckets in self.owned for b in buckets]
@@ -265,12 +275,12 @@ class Spread(Shards):
                 for n, bucket in enumerate(self.buckets)
                 if bucket.floats
             }
-            self.arena.params = np.empty(0, np.float32)
+            self.arena.params = torch.empty(0)
             self._hide_parameters()
 
     def _hide_parameters(self) -> None:
         """Takes the parameters away: they read as NaN, and `_check_hidden` finds writes to them."""
-        nan = torch.full((), float("nan"))
+        nan = torch.full((), float("nan"), device=self.arena.device.torch_device)
         for _, parameter in self.arena.named:
             parameter.data = nan.expand(parameter.shape)
         self._is_gathered = False
@@ -343,10 +353,11 @@ class Spread(Shards):
         flats = []
         for bucket in self.buckets:
             is_owner = bucket.owner == self.comm.rank
-            flat = bucket.flat.clone() if is_owner else torch.empty(bucket.floats)
+            flat = bucket.flat.clone() if is_owner else self.arena.device.zeros(bucket.floats)
             flats.append(flat)
             if bucket.floats:
-                self.comm.broadcast(flat.numpy(), root=bucket.owner)
+                with on_host(flat) as values:
+                    self.comm.broadcast(values, root=bucket.owner)
         self._attach_parameters(self.buckets, flats)
         self._is_gathered = True
         return flats
@@ -425,9 +436,13 @@ class Spread(Shards):
         nbytes = 4 * bucket.floats
         if not is_owner and storage.nbytes() < nbytes:
             storage.resize_(nbytes)
-        # Tensor.numpy() isn't used: torch can't give back memory that a NumPy array refers to.
-        memory = native.memory(bucket.flat.data_ptr(), nbytes).view(np.float32)
-        self.comm.broadcast(memory, root=bucket.owner)
+        if self.arena.device.is_host:
+            # Tensor.numpy() isn't used: torch can't give back memory that a NumPy array refers to.
+            memory = native.memory(bucket.flat.data_ptr(), nbytes).view(np.float32)
+            self.comm.broadcast(memory, root=bucket.owner)
+        else:
+            with on_host(bucket.flat) as values:
+                self.comm.broadcast(values, root=bucket.owner)
         self._uncounted_traffic[:2] += nbytes * (self.comm.size - 1) * is_owner
         if not is_owner and not keep and n not in self._live_buckets:
             with contextlib.suppress(ConfigError):
@@ -566,7 +581,9 @@ class Spread(Shards):
         send_counts = [(hi - lo) * (rank < senders) for lo, hi in bucket.cut]
         sent_floats = sum(send_counts)
         # without gradients the bucket counts as zeros
-        sent = np.zeros(sent_floats, np.float32) if bucket.grads is None else bucket.grads.numpy()
+        sent = np.zeros(sent_floats, np.float32)
+        if bucket.grads is not None:
+            sent = host_array(bucket.grads)
         received = np.empty((senders, local_floats), np.float32)
         receive_counts = [local_floats * (source < senders) for source in range(ranks)]
         request = self.comm.all_to_all_v(
@@ -603,7 +620,7 @@ class Spread(Shards):
             pass
         self._finish_sum()
         remaining_shards = self._shard_count - self._round * self.comm.size
-        tails = self.comm.all_gather(self._tail.numpy())
+        tails = self.comm.all_gather(host_array(self._tail))
         for leaf in tails[:remaining_shards]:
             add(self._tail_nodes, leaf)
         self._round += 1
@@ -613,7 +630,7 @@ class Spread(Shards):
     def _complete_sums(self) -> torch.Tensor:
         if not self._open_batch.train:
             return super()._complete_sums()
-        return torch.from_numpy(folded(self._tail_nodes))
+        return self.arena.device.put(torch.from_numpy(folded(self._tail_nodes)))
 
     def _store_mean(self, result: torch.Tensor, weight: float) -> None:
         """Sends each owner the sums of its buckets, and divides them into its mean gradient.
@@ -645,21 +662,22 @@ class Spread(Shards):
         if local_bucket is not None:
             start = local_bucket.at - self.arena.end(self.arena.held.start)
             mean = self.gradient[start : start + floats]
-            torch.div(torch.from_numpy(received), weight, out=mean)
+            device = self.arena.device
+            total = device.put(torch.from_numpy(received))
+            torch.div(total, device.number(weight), out=mean)
         for bucket in filter(None, bucket_of_rank):
             bucket.nodes = []
 
-    def kept_parameters(self) -> list[fingerprint.Run]:
+    def kept_parameters(self) -> list[tuple[torch.Tensor, int]]:
         if self.zero == 3:
             buckets = self._list_local_buckets()
-            return [(b.flat.data_ptr(), b.floats, b.at) for b in buckets if b.floats]
+            return [(b.flat, b.at) for b in buckets if b.floats]
         arena = self.arena
-        address = arena.params.ctypes.data
         runs = [arena.held]
         if self.comm.rank == 0:  # it counts the frozen parameters too
             runs.append(range(arena.trained, len(arena.at)))
         ends = [(arena.end(run.start), arena.end(run.stop)) for run in runs]
-        return [(address + 4 * lo, hi - lo, lo) for lo, hi in ends]
+        return [(arena.params[lo:hi], lo) for lo, hi in ends]
 
     @property
     def nbytes(self) -> tuple[int, int]:

@@ -1,0 +1,161 @@
+"""The device of a module: the only file that knows what memory, generators and settings a GPU has.
+
+Everything else of odyssey.torch asks a `Device` for memory, copies and settings, and has no branch
+for CUDA. On the CPU, memory is shared with NumPy, so nothing is copied. On other devices the host
+sees copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from ..core import native, random_scopes
+
+#: Classes of tensors that are nothing but their numbers. Subclasses may keep more, so they aren't.
+PLAIN_TENSORS: set[type] = {torch.Tensor}
+
+
+class Device:
+    """The device that a module's parameters are on.
+
+    Args:
+        device: as PyTorch names it.
+
+    Attributes:
+        is_host: True for the CPU, whose memory NumPy and the reductions share.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.torch_device = device
+        self.type = device.type
+        self.is_host = device.type == "cpu"
+        if not self.is_host:
+            random_scopes.add(device.type, _DeviceGenerator(device))
+
+    # --- memory ---
+
+    def zeros(self, floats: int) -> torch.Tensor:
+        """Returns new float32 memory (floats,) of zeros.
+
+        Kernels of the CPU need it aligned there.
+        """
+        if self.is_host:
+            return torch.from_numpy(native.aligned(max(floats, 1))[:floats])
+        return torch.zeros(floats, device=self.torch_device)
+
+    def put(self, tree: Any) -> Any:
+        """Returns a tree with its tensors on the device.
+
+        On the CPU the tree is returned as it is.
+        """
+        if self.is_host:
+            return tree
+        target = self.torch_device
+        return pytree.tree_map_only(
+            torch.Tensor, lambda tensor: tensor.to(target, non_blocking=True), tree
+        )
+
+    def read(self, number: torch.Tensor) -> float | torch.Tensor:
+        """Returns a tensor of one number as a number that can be computed with.
+
+        From another device it stays a tensor, of float64, so that the host doesn't wait for it.
+        """
+        return float(number) if self.is_host else number.detach().double()
+
+    def write(
+        self, flat: torch.Tensor, start: int, numbers: Sequence[float | torch.Tensor]
+    ) -> None:
+        """Writes numbers into a flat tensor of the device, from float `start` on.
+
+        Some of them may be tensors, as `read` returns them.
+        """
+        target = flat[start : start + len(numbers)]
+        if self.is_host:
+            target.numpy()[:] = numbers
+            return
+        plain = [0.0 if isinstance(one, torch.Tensor) else float(one) for one in numbers]
+        target.copy_(torch.tensor(plain, dtype=torch.float32), non_blocking=True)
+        for place, one in enumerate(numbers):
+            if isinstance(one, torch.Tensor):
+                target[place] = one
+
+    def number(self, value: float) -> float | torch.Tensor:
+        """Returns a number to divide tensors of the device by.
+
+        CUDA multiplies by the reciprocal of a Python number, which has other bits than a division.
+        """
+        return value if self.is_host else torch.full((), value, device=self.torch_device)
+
+    # --- settings ---
+
+    @property
+    def autocast_key(self) -> Any:
+        """The dispatch key under which PyTorch casts the arguments of operations."""
+        name = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}.get(self.type, "AutocastPrivateUse1")
+        return getattr(torch._C.DispatchKey, name)
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the properties of the device and its libraries on which results depend."""
+        if self.is_host:
+            return {}
+        if self.type != "cuda":
+            return {"device": self.type}
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        return {
+            "device": [
+                properties.name,
+                properties.multi_processor_count,
+                list(torch.cuda.get_device_capability(self.torch_device)),
+            ],
+            "CUDA": [torch.version.cuda, torch.backends.cudnn.version()],
+        }
+
+
+@contextlib.contextmanager
+def on_host(tensor: torch.Tensor) -> Iterator[np.ndarray]:
+    """Yields a tensor as an array. What the block writes into it becomes the tensor's values."""
+    array = host_array(tensor)
+    yield array
+    if tensor.device.type != "cpu":
+        tensor.copy_(torch.from_numpy(array))
+
+
+def host_array(tensor: torch.Tensor) -> np.ndarray:
+    """Returns a tensor as an array: its memory on the CPU, a copy of it from other devices."""
+    return tensor.detach().cpu().numpy()
+
+
+class _DeviceGenerator:
+    """The generator of a device as random scopes use it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module = torch.get_device_module(device)
+
+    def mark(self) -> Any:
+        return self.state().numpy().tobytes()
+
+    def state(self) -> Any:
+        return self._module.get_rng_state(self._device)
+
+    def restore(self, state: Any) -> None:
+        self._module.set_rng_state(state, self._device)
+
+    def seed(self, number: int) -> None:
+        with self._entered():
+            self._module.manual_seed(number)
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        """Makes the device the current one in the block."""
+        if self._device.type == "cuda":
+            with torch.cuda.device(self._device):
+                yield
+        else:
+            yield
