@@ -30,6 +30,7 @@ from odyssey.torch.modes import Modes, flushes_subnormals
 
 torch.manual_seed(2)
 BATCHES = [(torch.randn(24, 6), torch.randint(0, 3, (24,))) for _ in range(3)]
+CPU = torch.device("cpu")
 _building = threading.Lock()
 MODES = (False, 1, "highest", torch.float32, True)  # of shards, as _read_modes() returns them
 CAUSE = "they have the same variables, libraries and processor"
@@ -94,10 +95,10 @@ def sha_of(comm, **settings):
 def test_samples_are_the_same_again_and_draw_nothing():
     modes = Modes.current(1, warn_only=False)
     before = torch.random.get_rng_state()
-    first = arithmetic.sample(modes)
+    first = arithmetic.sample(modes, CPU)
     arithmetic._sample.cache_clear()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert arithmetic.sample(modes) == first
+        assert arithmetic.sample(modes, CPU) == first
     assert torch.equal(before, torch.random.get_rng_state())
     assert len(first) == 10 and len(set(first.values())) == 10
 
@@ -105,8 +106,8 @@ def test_samples_are_the_same_again_and_draw_nothing():
 def test_samples_depend_on_what_the_process_is_set_to():
     modes = Modes.current(1, warn_only=False)
     with torch.backends.mkldnn.flags(enabled=False):
-        without = arithmetic.sample(modes)
-    first = arithmetic.sample(modes)
+        without = arithmetic.sample(modes, CPU)
+    first = arithmetic.sample(modes, CPU)
     assert {name for name in first if first[name] != without[name]} >= {"fp32 convolutions"}
 
 
@@ -175,9 +176,9 @@ def test_a_resume_with_other_arithmetic_is_refused_or_noted(monkeypatch, tmp_pat
     monkeypatch.setenv("MKL_CBWR", "AVX2")  # MKL has read it long before: only named as a cause
     trained(None, options={**options, "steps": 2})
     monkeypatch.delenv("MKL_CBWR")
-    sampled = arithmetic.sample(Modes.current(1, warn_only=False))
+    sampled = arithmetic.sample(Modes.current(1, warn_only=False), CPU)
     changed = {**sampled, "fp32 convolutions": "1" * 16}
-    monkeypatch.setattr(arithmetic, "sample", lambda modes: changed)
+    monkeypatch.setattr(arithmetic, "sample", lambda modes, device: changed)
     with pytest.raises(ConfigError) as found:
         trained(None, options=options)
     message = str(found.value)

@@ -74,7 +74,12 @@ def make_batches(number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def train(
-    comm: Any, number: int, device: str, folder: Path | None = None, stop: int | None = None
+    comm: Any,
+    number: int,
+    device: str,
+    folder: Path | None = None,
+    stop: int | None = None,
+    other_arithmetic: bool = False,
 ) -> dict[str, Any]:
     """Trains a random net on a device, and returns everything that a user may look at."""
     r = random.Random(number)
@@ -92,6 +97,7 @@ def train(
         zero=r.choice([0, 1]),
         comm=comm,
         seed=number,
+        other_arithmetic=other_arithmetic,
     )
     batches = make_batches(number)
     saving = {"checkpoint_dir": folder} if folder else {}
@@ -130,10 +136,12 @@ def test_device_has_the_bits_of_the_cpu_on_any_ranks(number):
 
 @pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("devices", [("cpu", pretend.NAME), (pretend.NAME, "cpu")])
-def test_checkpoints_move_between_devices(tmp_path, number, devices):
+def test_checkpoints_move_between_devices_if_other_results_are_allowed(tmp_path, number, devices):
     (expected,) = mock.run(1, train, number, "cpu")
     mock.run(2, train, number, devices[0], tmp_path, 3)
-    for found in mock.run(3, train, number, devices[1], tmp_path):
+    with pytest.raises(ConfigError, match="computes different results|has other"):
+        mock.run(1, train, number, devices[1], tmp_path)
+    for found in mock.run(3, train, number, devices[1], tmp_path, None, True):
         assert_same(found, {**expected, "losses": found["losses"]})
 
 

@@ -158,7 +158,7 @@ def _windows_of(
     for span in spans:
         if owner is None or span.end > owner.end:
             owner = span if span.is_in_order else owner
-        elif not span.is_host:
+        elif not span.is_host and span.array is not owner.array:
             form = _memories[type(span.array)].form(span.array, owner.array)
             if form is not None:
                 windows[span.spot] = owner.spot, form

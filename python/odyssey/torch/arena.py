@@ -33,10 +33,10 @@ class ModuleArena:
     ConfigError: a parameter or module cannot be trained this way; the message names it.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, device: Device) -> None:
         _check_module(module)
         self.module = module
-        self.device = Device(next(module.parameters()).device)
+        self.device = device
         trained = {name for name, p in named_parameters(module) if p.requires_grad}
         if not trained:
             raise ConfigError(

@@ -8,8 +8,9 @@ sees copies.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from torch.utils import _pytree as pytree
 
 from ..core import native, random_scopes
 
+#: The values of settings that decide the bits of a device, in a fixed order; empty for the CPU.
+DeviceSettings = tuple[bool, ...]
 #: Classes of tensors that are nothing but their numbers. Subclasses may keep more, so they aren't.
 PLAIN_TENSORS: set[type] = {torch.Tensor}
 
@@ -35,6 +38,9 @@ class Device:
         self.torch_device = device
         self.type = device.type
         self.is_host = device.type == "cpu"
+        if device.type == "cuda":
+            # cuBLAS reads it when it starts: with one workspace, its sums have one order
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if not self.is_host:
             random_scopes.add(device.type, _DeviceGenerator(device))
 
@@ -94,27 +100,88 @@ class Device:
 
     # --- settings ---
 
+    def settings(self) -> DeviceSettings:
+        """Returns the settings of the device with which shards run; empty for the CPU.
+
+        Whether products may round to TF32 or to 16 bits is as the program has set it. cuDNN may not
+        choose algorithms by their time, and attention of cuDNN isn't deterministic.
+        """
+        if self.type != "cuda":
+            return ()
+        current = _CudaSettings(*read_settings())
+        return tuple(
+            current._replace(cudnn_benchmark=False, cudnn_deterministic=True, cudnn_attention=False)
+        )
+
     @property
     def autocast_key(self) -> Any:
         """The dispatch key under which PyTorch casts the arguments of operations."""
         name = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}.get(self.type, "AutocastPrivateUse1")
         return getattr(torch._C.DispatchKey, name)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> list[Any]:
         """Returns the properties of the device and its libraries on which results depend."""
-        if self.is_host:
-            return {}
         if self.type != "cuda":
-            return {"device": self.type}
+            return [self.type]
         properties = torch.cuda.get_device_properties(self.torch_device)
-        return {
-            "device": [
-                properties.name,
-                properties.multi_processor_count,
-                list(torch.cuda.get_device_capability(self.torch_device)),
-            ],
-            "CUDA": [torch.version.cuda, torch.backends.cudnn.version()],
-        }
+        return [
+            properties.name,
+            properties.multi_processor_count,
+            *torch.cuda.get_device_capability(self.torch_device),
+            f"CUDA {torch.version.cuda}",
+            f"cuDNN {torch.backends.cudnn.version()}",
+            str(torch.backends.cuda.preferred_blas_library()),
+            *self.settings(),
+        ]
+
+
+class _CudaSettings(NamedTuple):
+    """The settings of CUDA that decide bits, as torch.backends has them."""
+
+    cudnn_benchmark: bool
+    cudnn_deterministic: bool
+    cudnn_tf32: bool
+    short_sums_bf16: bool
+    short_sums_fp16: bool
+    flash_attention: bool
+    memory_efficient_attention: bool
+    plain_attention: bool
+    cudnn_attention: bool
+
+
+def read_settings() -> DeviceSettings:
+    """Returns the settings of CUDA that decide bits, as they are."""
+    cudnn = torch.backends.cudnn
+    cuda = torch.backends.cuda
+    return tuple(
+        _CudaSettings(
+            cudnn_benchmark=cudnn.benchmark,
+            cudnn_deterministic=cudnn.deterministic,
+            cudnn_tf32=cudnn.allow_tf32,
+            short_sums_bf16=cuda.matmul.allow_bf16_reduced_precision_reduction,
+            short_sums_fp16=cuda.matmul.allow_fp16_reduced_precision_reduction,
+            flash_attention=cuda.flash_sdp_enabled(),
+            memory_efficient_attention=cuda.mem_efficient_sdp_enabled(),
+            plain_attention=cuda.math_sdp_enabled(),
+            cudnn_attention=cuda.cudnn_sdp_enabled(),
+        )
+    )
+
+
+def write_settings(settings: DeviceSettings) -> None:
+    """Sets the settings of CUDA that `read_settings` returned."""
+    wanted = _CudaSettings(*settings)
+    cudnn = torch.backends.cudnn
+    cuda = torch.backends.cuda
+    cudnn.benchmark = wanted.cudnn_benchmark
+    cudnn.deterministic = wanted.cudnn_deterministic
+    cudnn.allow_tf32 = wanted.cudnn_tf32
+    cuda.matmul.allow_bf16_reduced_precision_reduction = wanted.short_sums_bf16
+    cuda.matmul.allow_fp16_reduced_precision_reduction = wanted.short_sums_fp16
+    cuda.enable_flash_sdp(wanted.flash_attention)
+    cuda.enable_mem_efficient_sdp(wanted.memory_efficient_attention)
+    cuda.enable_math_sdp(wanted.plain_attention)
+    cuda.enable_cudnn_sdp(wanted.cudnn_attention)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import ConfigError
+from .device import DeviceSettings, read_settings, write_settings
 
 # numbers below it would be computed by one thread of torch, even if there are more
 _PARALLEL_NUMBERS = 1 << 16
@@ -21,13 +22,14 @@ _SMALLEST = 1  # the bits of the smallest subnormal number of float32
 _TINY = 5e-324
 
 
-#: threads, products, default dtype, deterministic or not, warn_only, flushes subnormals or not. A
-#: tuple, because it is read and compared several times in each step.
-_State = tuple[int, str, torch.dtype, bool, bool, bool]
+#: threads, products, default dtype, deterministic or not, warn_only, flushes subnormals or not,
+#: settings of the device. A tuple, because it is read and compared several times in each step.
+_State = tuple[int, str, torch.dtype, bool, bool, bool, DeviceSettings]
 
 
-def _read() -> _State:
-    """Returns the modes of this thread, as they are."""
+def _read(wanted: _State) -> _State:
+    """Returns the modes of this thread, as they are; of a device those that are wanted of it."""
+    of_device = wanted[6]
     return (
         torch.get_num_threads(),
         torch.get_float32_matmul_precision(),
@@ -35,12 +37,13 @@ def _read() -> _State:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         flushes_subnormals(),
+        read_settings() if of_device else of_device,
     )
 
 
 def _set(state: _State, current: _State) -> None:
     """Sets the modes that differ from the current ones."""
-    threads, matmul_precision, default_dtype, is_deterministic, warn_only, flushes = state
+    threads, matmul_precision, default_dtype, is_deterministic, warn_only, flushes, _ = state
     if current[0] != threads:
         torch.set_num_threads(threads)
     if current[1] != matmul_precision:
@@ -51,6 +54,8 @@ def _set(state: _State, current: _State) -> None:
         torch.use_deterministic_algorithms(is_deterministic, warn_only=warn_only)
     if current[5] != flushes:
         torch.set_flush_denormal(flushes)
+    if current[6] != state[6]:
+        write_settings(state[6])
 
 
 class _Held:
@@ -62,7 +67,7 @@ class _Held:
         self._wanted = wanted
 
     def __enter__(self) -> None:
-        self._previous = _read()
+        self._previous = _read(self._wanted)
         if self._previous != self._wanted:
             try:
                 _set(self._wanted, self._previous)
@@ -71,7 +76,7 @@ class _Held:
                 raise
 
     def __exit__(self, *problem: object) -> None:
-        current = _read()
+        current = _read(self._wanted)
         if current != self._previous:
             _set(self._previous, current)
 
@@ -83,18 +88,24 @@ class Modes(NamedTuple):
     matmul_precision: of products of float32, as torch.get_float32_matmul_precision() returns it.
     default_dtype: of new tensors.
     warn_only: True if an operation without a deterministic form is reported instead of raised.
+    of_device: the settings of the module's device; empty for the CPU.
     """
 
     threads: int
     matmul_precision: str
     default_dtype: torch.dtype
     warn_only: bool
+    of_device: DeviceSettings
 
     @classmethod
-    def current(cls, threads: int, warn_only: bool) -> Modes:
+    def current(cls, threads: int, warn_only: bool, of_device: DeviceSettings = ()) -> Modes:
         """Returns the modes of this process, with so many threads."""
         return cls(
-            threads, torch.get_float32_matmul_precision(), torch.get_default_dtype(), warn_only
+            threads,
+            torch.get_float32_matmul_precision(),
+            torch.get_default_dtype(),
+            warn_only,
+            of_device,
         )
 
     def held(self) -> contextlib.AbstractContextManager[None]:
@@ -104,12 +115,12 @@ class Modes(NamedTuple):
     def set(self) -> None:
         """Sets these modes again in a block of `held`, if a program has changed them in it."""
         wanted = self._wanted()
-        current = _read()
+        current = _read(wanted)
         if current != wanted:
             _set(wanted, current)
 
     def _wanted(self) -> _State:
-        return self[0], self[1], self[2], True, self[3], False
+        return self[0], self[1], self[2], True, self[3], False, self[4]
 
     def check_threads(self) -> None:
         """Raises ConfigError: other threads of torch flush subnormal numbers, which only they could

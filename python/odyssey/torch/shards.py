@@ -43,6 +43,7 @@ from ..parallel import strategy as strategies
 from ..train import Arithmetic
 from . import arithmetic
 from .arena import ModuleArena, plain_name
+from .device import Device
 from .memory import ALIGN
 from .modes import Modes
 from .shard_draws import SELDOM_USED, ShardDraws, runs_own_code
@@ -51,19 +52,22 @@ SUMS = 15  # loss, samples, weight, metrics
 ALL_SHARDS = 1 << 61  # seeds random numbers that belong to all shards, instead of a shard's number
 
 
-def machine() -> dict[str, Any]:
-    """Returns the properties of libraries and of the processor on which torch's results depend."""
+def machine(device: Device) -> dict[str, Any]:
+    """Returns the properties of libraries, of the processor and of the device on which torch's
+    results depend.
+    """
     return {
+        "device": device.describe(),
         "torch version": torch.__version__,
         "instruction set": torch.backends.cpu.get_cpu_capability(),
         "oneDNN": [torch.backends.mkldnn.is_available(), torch._C._get_mkldnn_enabled()],
     }
 
 
-def environment(modes: Modes) -> dict[str, Any]:
+def environment(modes: Modes, device: Device) -> dict[str, Any]:
     """Returns the settings of this process, besides the model, on which torch's results depend."""
     return {
-        **machine(),
+        **machine(device),
         "torch threads": modes.threads,
         "float32 products": modes.matmul_precision,
         "default dtype": str(modes.default_dtype),
@@ -254,16 +258,17 @@ class Shards:
         if not torch.are_deterministic_algorithms_enabled():
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(True, warn_only=deterministic == "warn")
-        self.modes = Modes.current(threads, warn_only=deterministic == "warn")
+        device = Device(next(module.parameters()).device)
+        self.modes = Modes.current(threads, deterministic == "warn", device.settings())
         self.modes.check_threads()
         self.arithmetic = Arithmetic(
             comm,
-            lambda: arithmetic.sample(self.modes),
+            lambda: arithmetic.sample(self.modes, self.arena.device.torch_device),
             arithmetic.libraries(),
             allowed=other_arithmetic,
             say=tell,
         )
-        self.arena = arena = ModuleArena(module)
+        self.arena = arena = ModuleArena(module, device)
         self.comm = comm
         self.strategy = strategy
         self.shard_size = shard_size
@@ -320,8 +325,12 @@ class Shards:
 
         A collective call. Raises ConfigError: ranks differ.
         """
-        libraries = machine()
-        settings = {**environment(self.modes), **described(self.arena), **description}
+        libraries = machine(self.arena.device)
+        settings = {
+            **environment(self.modes, self.arena.device),
+            **described(self.arena),
+            **description,
+        }
         self.arithmetic.compare(
             {name: value for name, value in settings.items() if name not in libraries}, libraries
         )

@@ -120,7 +120,7 @@ class ModuleState:
     def configuration(self) -> dict[str, Any]:
         return as_json(
             {
-                **environment(self.shards.modes),
+                **environment(self.shards.modes, self.arena.device),
                 **self.description,
                 "shard size": self.sharing.shard_size,
                 "precision": self.settings.precision,
@@ -297,6 +297,7 @@ class ModuleState:
         now = self.configuration()
         if not isinstance(saved, dict) or "torch version" not in saved:
             raise ConfigError(f"[resume] {name} is not of a PyTorch module; name another directory")
+        saved = {"device": ["cpu"], **saved}  # before 0.3, modules were on the CPU
         size = (
             saved.get("shard size") if self.sharing.shard_size is None else self.sharing.shard_size
         )
@@ -314,7 +315,7 @@ class ModuleState:
             now["scheduler"] = now["scheduler"][:2]
         libraries = {
             key: (now[key], saved[key])
-            for key in machine()
+            for key in machine(self.arena.device)
             if key in saved and saved[key] != now[key]
         }
         resume.check({**saved, **{key: now[key] for key in libraries}}, now, name)
