@@ -3,7 +3,6 @@ JSON object.
 
     python tests/gpu/torch_facts.py facts
     python tests/gpu/torch_facts.py plain DEVICE            hashes of weights, by form
-    python tests/gpu/torch_facts.py accepts DEVICE          the error of odyssey.torch for a module there, or null
     python tests/gpu/torch_facts.py trainer DEVICE FORM     the hash of weights, on all ranks
 
 DEVICE is cpu or cuda. FORM is fp32, bf16 or compile. All flags that make PyTorch deterministic are
@@ -22,7 +21,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-CPU_ONLY = "CPU"  # in the error of odyssey.torch for a module on a GPU
 STEPS = 4
 BATCH = 40
 
@@ -158,19 +156,6 @@ def make_trainer(device: str, form: str) -> Any:
     )
 
 
-def accepts(device: str) -> dict[str, str | None]:
-    """The error of odyssey.torch for a module on this device, if it is one for CPUs only."""
-    from odyssey.errors import ConfigError
-
-    try:
-        make_trainer(device, "fp32")
-    except ConfigError as problem:
-        if CPU_ONLY in str(problem):
-            return {"refused": str(problem)}
-        raise
-    return {"refused": None}
-
-
 def trainer(device: str, form: str) -> dict[str, Any] | None:
     """The hash of the weights after a short training run with odyssey, on rank 0."""
     set_flags()
@@ -188,8 +173,6 @@ def trainer(device: str, form: str) -> dict[str, Any] | None:
 
 if __name__ == "__main__":
     command, *rest = sys.argv[1:]
-    result = {"facts": facts, "plain": plain, "accepts": accepts, "trainer": trainer}[command](
-        *rest
-    )
+    result = {"facts": facts, "plain": plain, "trainer": trainer}[command](*rest)
     if result is not None:
         print(json.dumps(result), flush=True)

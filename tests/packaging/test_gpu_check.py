@@ -433,16 +433,6 @@ def test_the_commit_of_a_copy_without_git(tmp_path: Path, monkeypatch: pytest.Mo
     assert results.commit("the prepared one") == "the prepared one"  # the repository is another one
 
 
-def test_a_device_that_odyssey_torch_does_not_support_is_reported() -> None:
-    pytest.importorskip("torch")
-    command = [sys.executable, ROOT / "tests" / "gpu" / "torch_facts.py", "accepts"]
-    for device, refused in (("meta", True), ("cpu", False)):
-        done = subprocess.run([*command, device], capture_output=True, text=True, check=False)
-        answer = json.loads(done.stdout.splitlines()[-1])["refused"]
-        assert (answer is not None) == refused, done.stdout + done.stderr
-        assert not refused or "meta" in answer and "CPU" in answer
-
-
 def test_a_signal_while_a_command_starts_ends_the_command_as_well(
     visit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -169,7 +169,12 @@ def _check_module(module: nn.Module) -> None:
                 f"[torch] {name} is in parts, as an earlier trainer of this module has zero=3; "
                 "make the new one in `with trainer.gathered():` of that"
             )
-        if p.dtype != torch.float32 or p.layout != torch.strided or p.is_meta:
+        if p.is_meta:
+            raise ConfigError(
+                f"[torch] {name} is on the device meta, where it has no values; create the module "
+                "on the CPU or a GPU"
+            )
+        if p.dtype != torch.float32 or p.layout != torch.strided:
             raise ConfigError(
                 f"[torch] {name} is {str(p.dtype).removeprefix('torch.')} on {p.device}; float32 "
                 "is allowed: module.float(), and precision='bf16' for autocast"

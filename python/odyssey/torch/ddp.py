@@ -75,7 +75,7 @@ class DistributedDataParallel(torch.nn.Module):
     ranks.
 
     Args:
-        module: on the CPU, parameters of float32; rank 0's values are sent to all.
+        module: parameters of float32 on one device; rank 0's values are sent to all.
         shard_size: samples per shard; None: the loader's, or the default for the first batch's
             size.
         seed: of torch's generator, which is seeded anew for each shard.

@@ -31,18 +31,20 @@ class Device:
         device: as PyTorch names it.
 
     Attributes:
+        name: as PyTorch writes it, for example "cuda:0".
         is_host: True for the CPU, whose memory NumPy and the reductions share.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
         self.type = device.type
+        self.name = str(device)
         self.is_host = device.type == "cpu"
         if device.type == "cuda":
             # cuBLAS reads it when it starts: with one workspace, its sums have one order
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if not self.is_host:
-            random_scopes.add(device.type, _DeviceGenerator(device))
+            random_scopes.add(self.name, _DeviceGenerator(device))
 
     # --- memory ---
 

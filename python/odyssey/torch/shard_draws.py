@@ -60,7 +60,7 @@ class ShardDraws:
         names = () if in_threads else SELDOM_USED
         all_generators = random_scopes.generators()
         self._seldom_used = {name: all_generators[name] for name in names}
-        torch_names = ("torch",) if device.is_host else ("torch", device.type)
+        torch_names = ("torch",) if device.is_host else ("torch", device.name)
         self._of_torch = {name: all_generators[name] for name in torch_names}
         self._seeded = set(names)
         self._is_first_step = True

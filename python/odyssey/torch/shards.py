@@ -214,7 +214,7 @@ class Shards:
     loop, then `sums`, an update of the parameters, and `settle`.
 
     Args:
-        module: on the CPU, with float32 parameters, which move into `arena`.
+        module: on one device, with float32 parameters, which move into `arena`.
         comm: all ranks.
         strategy: how ranks add up their sums.
         shard_size: samples per shard; may be set until the first batch.

@@ -50,8 +50,9 @@ class DistributedTrainer(Trainer):
     their number.
 
     Args:
-        module: of float32 parameters on the CPU. In training it is used in the modes (train, eval)
-            its parts are in.
+        module: of float32 parameters on one device: the CPU, or a GPU that the program has moved it
+            to. Batches follow it there. In training it is used in the modes (train, eval) its parts
+            are in.
         optimizer: a torch.optim optimizer over its parameters.
         loss: called as loss(module(x), y) on the samples of a shard; gives their mean, or their sum
             where its `reduction` is "sum". Default nn.CrossEntropyLoss(). Of batches that are

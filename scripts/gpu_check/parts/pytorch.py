@@ -28,12 +28,6 @@ def run(c: Check) -> dict[str, Any]:
     device = "cpu" if c.options.emulated else "cuda"
     plain = c.once("plain", lambda: compared(c, device))
     result: dict[str, Any] = {"device": device, "facts": facts, "plain": plain}
-    refused = c.once(
-        "accepts", lambda: last_json(c.python(PROGRAM, "accepts", device, **DETERMINISTIC))
-    )["refused"]
-    if refused:
-        reason = f"odyssey.torch trains on CPUs only so far ({refused})"
-        return {**result, "not run": reason}
     for form in PRECISIONS if c.options.emulated else FORMS:  # compiling takes minutes on a CPU
         result[form] = c.once(form, lambda form=form: ranks(c, device, form))
     return result
