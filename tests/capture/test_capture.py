@@ -4,6 +4,8 @@ the changed ones.
 
 from __future__ import annotations
 
+import collections
+import copy
 import ctypes
 import functools
 import io
@@ -12,9 +14,12 @@ import json
 import mmap
 import multiprocessing
 import queue
+import random
+import re
 import sqlite3
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -637,3 +642,221 @@ def test_places_of_objects_that_are_also_elsewhere_are_removed(change):
     assert resumed.all[2] in resumed.left or not resumed.left
     again.load(saved)
     assert resumed.names() == lists.names()
+
+
+# --- objects that exist, in other places --------------------------------------------------------
+
+
+class Switching(graphs.Node):
+    """An object whose attributes are some of the nodes of a pool, or containers of these."""
+
+    NAMES = "aeimquy"  # "pool" is met between them
+
+    def __init__(self, draw: random.Random) -> None:
+        self.pool = [graphs.Node() for _ in range(4)]
+        for number, node in enumerate(self.pool):
+            node.total = number
+        for name in self.NAMES:
+            setattr(self, name, draw.choice([*self.pool, None, [], [1.5], {}, {"n": 2}]))
+            if isinstance(getattr(self, name), (list, dict)):  # no two attributes share one
+                setattr(self, name, copy.copy(getattr(self, name)))
+        self.start = draw.choice(self.pool)
+        self.own = [graphs.Node(), graphs.Node()]  # which are nowhere else
+        for number, node in enumerate(self.own):
+            node.total = 50 + number
+        self.table = {f"node {number}": node for number, node in enumerate(self.pool)}
+        self.pair = (self.pool[0], 1)
+
+    def change(self, draw: random.Random) -> None:
+        """Changes a node, or which nodes are where."""
+        name = draw.choice(self.NAMES)
+        held = getattr(self, name)
+        node, other = draw.choices(self.pool, k=2)
+        if draw.random() < 0.3:
+            setattr(self, name, self.new_container(draw, node, other))
+        elif draw.random() < 0.3:
+            draw.choice(self.own[:2]).total += 1
+            self.own.append(draw.choice([node, draw.random()]))
+            self.pair = draw.choice([(other, node), (node, 2)])
+            key = draw.choice(list(self.table))
+            self.table[key] = self.table.pop(key)
+        elif isinstance(held, list):
+            held.append(draw.choice([node, draw.random(), "text"]))
+        elif isinstance(held, dict):
+            held[draw.choice(["k", 3, "n"])] = draw.choice([node, draw.random()])
+        elif draw.random() < 0.6:
+            setattr(self, name, node)
+        else:
+            node.total += draw.choice([1, 10])
+
+    def new_container(self, draw: random.Random, node: graphs.Node, other: graphs.Node) -> Any:
+        """Returns a new list, dict or tuple of nodes and values."""
+        return draw.choice(
+            [
+                [node, draw.choice([other, 2.5]), "x"],
+                {"k": node, 2: other},
+                (node, draw.random(), other),
+                [[node, [other]], {"a": [node]}, (node, 3)],
+                [],
+                {},
+            ]
+        )
+
+    def describe(self) -> list[Any]:
+        nodes = [*self.pool, *self.own[:2]]
+        numbers = {id(node): f"node {number}" for number, node in enumerate(nodes)}
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return type(value).__name__, [plain(item) for item in value]
+            if isinstance(value, dict):
+                return [(key, plain(item)) for key, item in value.items()]
+            return numbers.get(id(value), value)
+
+        names = (*self.NAMES, "start", "own", "table", "pair")
+        return [[node.total for node in nodes], *[plain(getattr(self, name)) for name in names]]
+
+
+class Swapping(graphs.Node):
+    """Two nodes and two lists that are swapped, and are put into new containers."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self.first, self.second = graphs.Node(), graphs.Node()
+        self.first.total, self.second.total = 1, 2
+        self.pair: tuple[graphs.Node, graphs.Node] = (self.first, self.second)
+        self.held: Any = None
+        self.lists: list[list[Any]] = [[self.first], [self.second, 4]]
+        self.chosen = self.lists[0]
+
+    def change(self, draw: random.Random) -> None:
+        some = [self.first, self.second, *self.pair]
+        which = draw.randrange(6)
+        if which == 0:
+            self.first, self.second = self.second, self.first
+        elif which == 1:
+            self.pair = (draw.choice(some), draw.choice(some))
+        elif which == 2:
+            self.held = draw.choice([[draw.choice(some), 1], (self.first,), None, self.first])
+        elif which == 3:
+            self.lists.reverse()
+        elif which == 4:
+            self.chosen = draw.choice([*self.lists, [self.first, 5]])
+        else:
+            self.lists[0].append(self.second)
+        self.first.total += 1
+        self.pair[0].total += draw.randrange(3)
+
+    def describe(self) -> list[Any]:
+        numbers: dict[int, int] = {}
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, graphs.Node):
+                return numbers.setdefault(id(value), len(numbers)), value.total
+            if isinstance(value, list):
+                return numbers.setdefault(id(value), len(numbers)), [plain(i) for i in value]
+            return [plain(item) for item in value] if isinstance(value, tuple) else value
+
+        names = ("first", "second", "pair", "held", "lists", "chosen")
+        return [plain(getattr(self, name)) for name in names]
+
+
+@pytest.mark.parametrize("kind", [Switching, Swapping])
+@pytest.mark.parametrize("seed", range(60))
+def test_objects_that_exist_come_back_at_other_places(seed, kind):
+    def build() -> tuple[Any, Program]:
+        switching = kind(random.Random(seed))
+        return switching, Program({"callbacks.Switching": switching})
+
+    draw = random.Random(seed + 1000)
+    switching, program = build()
+    for _ in range(3):  # a run that is resumed again and again
+        for _ in range(draw.randrange(1, 8)):
+            switching.change(draw)
+        described = switching.describe()
+        saved = program.save()
+        switching, program = build()
+        program.capture.restore(json.loads(saved[0]), saved[1], "step 3", False)
+        program.capture.expect()  # as fit() does after on_fit_start
+        program.load(saved)
+        assert switching.describe() == described
+        program.load(saved)
+        assert switching.describe() == described
+
+
+@pytest.mark.parametrize("kind", [Switching, Swapping])
+def test_objects_that_exist_come_back_in_a_run_that_goes_back(kind):
+    for seed in range(60):
+        draw = random.Random(seed)
+        switching = kind(draw)
+        program = Program({"callbacks.Switching": switching})
+        for _ in range(3):
+            switching.change(draw)
+        described = switching.describe()
+        saved = program.save()
+        for _ in range(3):
+            switching.change(draw)
+        program.load(saved)
+        assert switching.describe() == described, seed
+
+
+APPENDED: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
+    "an object without values": (
+        [],
+        lambda v: v.append(graphs.Slotted.__new__(graphs.Slotted)),
+        "v[0] is a",
+    ),
+    "an object with values": ([], lambda v: v.append(graphs.Config()), "v[0] is a"),
+    "a function": ([1], lambda v: v.append(len), "v[1] is a len"),
+    "a class": ([], lambda v: v.append(graphs.Slotted), "v[0] is a"),
+    "an object in a tuple": ([], lambda v: v.append((1, graphs.Node())), "v[0] is a tuple"),
+    "an object in a dict": ({}, lambda v: v.update(k=graphs.Node()), "v['k'] is a"),
+    "an object after others": ([graphs.Node()], lambda v: v.append(graphs.Node()), "v[1] is a"),
+    "an object in a set": (set(), lambda v: v.add(graphs.Node()), "v was set() when"),
+    "an object in a deque": (collections.deque(), lambda v: v.append(graphs.Node()), "v was deque"),
+    "an object in an object": (
+        graphs.Node(),
+        lambda v: setattr(v, "x", graphs.Config()),
+        "v.x is a",
+    ),
+    "a new key": ({}, lambda v: v.update({graphs.Node(): 1}), "v has keys that are objects"),
+    "another key": (
+        {graphs.Node(): 1},
+        lambda v: v.update({len: 1}),
+        "v has keys that are objects",
+    ),
+    "a key that is gone": (
+        {graphs.Node(): 1, len: 2},
+        lambda v: v.pop(next(iter(v))),
+        "v has keys that are objects",
+    ),
+    "a name with surrogates": (graphs.Node(), lambda v: setattr(v, "\udc80", 1), "surrogates"),
+}
+
+
+@pytest.mark.parametrize("what", APPENDED)
+def test_new_objects_are_refused_before_a_checkpoint(what):
+    value, change, message = APPENDED[what]
+    root = graphs.Node()
+    root.v = copy.deepcopy(value)
+    program = Program({"callbacks.Root": root})
+    program.save()
+    change(root.v)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        program.save()
+
+
+def test_strings_that_utf_8_can_not_hold_come_back():
+    texts: dict[str, Any] = {"a": "b\udcff", "\udc80": ["\ud800", ("x\udfff",)], "c": "\u00e9"}
+
+    def build() -> tuple[graphs.Node, Program]:
+        root = graphs.Node()
+        root.v = {}
+        return root, Program({"callbacks.Root": root})
+
+    root, program = build()
+    root.v.update(texts)
+    saved = program.save()
+    saved[0].encode()
+    root, program = build()
+    program.load(saved)
+    assert root.v == texts

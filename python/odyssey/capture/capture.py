@@ -22,10 +22,11 @@ from ..base import registry
 from ..core.fingerprint import hash_of
 from ..errors import CheckpointError, ConfigError
 from . import containers, values
-from .edges import CACHED, Place, is_function, is_own_file
+from .edges import CACHED, Place, edges_of_items, is_function, is_own_file
 from .sharing import Sharing, find_shared, separate, share
 from .walk import (
     LOADER_ROOTS,
+    MOVED,
     OPAQUE,
     REDUCED,
     REFERENCE,
@@ -36,6 +37,7 @@ from .walk import (
     VALUE,
     Entry,
     Picture,
+    built_path,
     changed_in_place,
     describe,
     is_code,
@@ -105,11 +107,17 @@ class Capture:
         # what exists when the first epoch starts, so that a resumed run has it too
         self._expected = Picture()
         self._known: dict[int, str] = {}  # paths of its objects by id
+        # paths at which the program has built objects that were elsewhere at the latest checkpoint
+        self._moved_paths: set[str] = set()
         # classes of hosts (walk.py) that exist when fit() begins, or the first epoch starts
         self._expected_hosts: dict[str, type] = {}
         # items of tuples, and keys of dicts of objects, by path
         self._expected_tuples: dict[str, list[str]] = {}
         self._expected_orders: dict[str, list[Any]] = {}
+        # objects that are keys of dicts, by the path of the dict: when the first epoch starts, and
+        # when the latest one started
+        self._expected_keys: dict[str, dict[int, Any]] = {}
+        self._start_keys: dict[str, dict[int, Any]] = {}
         self._announced: set[str] = set()
         # functions and classes that a resumed run must have when its epoch has started
         self._unchecked_classes: tuple[str, dict[str, str]] | None = None
@@ -241,11 +249,14 @@ class Capture:
         self._expected.hosts = {p: one for p, one in picture.hosts.items() if id(one) in kept_ids}
         picture.hosts = {}
         self._expected_patches = picture.patches
-        self._known = {
-            id(entry.value): path
+        self._expected_keys = self._start_keys = _object_keys_in(picture)
+        known = {
+            id(entry.value): built_path(path)
             for path, entry in picture.entries.items()
             if entry.sort == REFERENCE
         }
+        # an object keeps the path at which the program has built it, wherever a restore puts it
+        self._known = {**known, **self._known}
 
     # --- now ---
 
@@ -293,7 +304,7 @@ class Capture:
 
     def _has_changed(self, entry: Entry) -> bool:
         """Tells whether something is not what it was when fit() began."""
-        built = self._built.entries.get(entry.path)
+        built = self._built.entries.get(built_path(entry.path))
         return built is None or built.mark != entry.mark
 
     def _is_own_setting(self, path: str) -> bool:
@@ -308,6 +319,7 @@ class Capture:
         Raises ConfigError: something has changed that a checkpoint can't keep.
         """
         whole_picture = self.look()
+        self._moved_paths = {built_path(p) for p in whole_picture.entries if p.endswith(MOVED)}
         picture = self._without_objects_of_epoch(whole_picture)
         tuples = self._changed_tuples(picture, arrays)
         self._check_kept(picture, tuples)
@@ -317,7 +329,8 @@ class Capture:
             if entry.root not in LOADER_ROOTS and self._is_of_late_host(entry, picture)
         }
         self._announce({**picture.holders, **late_hosts})
-        saved = self._changed_values(picture, arrays)
+        created = self._new_containers(picture)
+        saved = self._changed_values(picture, arrays, created=created)
         saved = {path: item for path, item in saved.items() if item[3] not in tuples}
         holders: dict[str, list[str]] = {}
         for _, _, _, parent, *_ in saved.values():
@@ -341,10 +354,10 @@ class Capture:
         return {
             "values": saved,
             "removed": self._removed(whole_picture),
-            "aliases": self._changed_aliases(picture),
+            "aliases": self._changed_aliases(picture, created),
             "epoch start": epoch_start,
             "functions": self._functions(picture),
-            "containers": self._new_containers(picture),
+            "containers": created,
             "tuples": tuples,
             "orders": {
                 path: keys
@@ -476,15 +489,20 @@ class Capture:
         holder = picture.entries.get(path)
         return holder is None or holder.sort != VALUE
 
-    def _changed_aliases(self, picture: Picture) -> dict[str, list[Any]]:
+    def _changed_aliases(self, picture: Picture, created: Container[str]) -> dict[str, list[Any]]:
         """Returns places that hold an object that is also elsewhere, and held another one when
         fit() began: the object's path, and where it is held, by path.
+
+        created: paths of the lists and dicts that a resumed run creates.
         """
         changed: dict[str, list[Any]] = {}
         for path, (place, parent) in picture.alias_places.items():
             first_path = picture.aliases[path]
             first = picture.entries.get(first_path)
-            if self.changed_in_forward(path) or self._built.aliases.get(path) == first_path:
+            if self.changed_in_forward(path):
+                continue
+            is_built = self._built.aliases.get(built_path(path)) == first_path
+            if is_built and parent not in created:
                 continue
             if first is None:
                 can_be_put = first_path in picture.hosts
@@ -496,11 +514,16 @@ class Capture:
         return changed
 
     def _changed_values(
-        self, picture: Picture, arrays: dict[str, np.ndarray], prefix: str = ""
+        self,
+        picture: Picture,
+        arrays: dict[str, np.ndarray],
+        prefix: str = "",
+        created: Container[str] = (),
     ) -> dict[str, Any]:
         """Returns the values that are not what they were when fit() began, as JSON by path.
 
         arrays: receives their arrays, under names that start with `prefix`.
+        created: paths of the lists and dicts that a resumed run creates.
         """
         changed: dict[str, Any] = {}
         built_late = self._built_late(picture)
@@ -509,7 +532,9 @@ class Capture:
                 continue
             if self._is_of_late_host(entry, picture):
                 continue
-            if self._marks.get(path) == entry.mark or self._is_cache(entry, built_late):
+            if self._marks.get(path) == entry.mark and entry.parent not in created:
+                continue
+            if self._is_cache(entry, built_late):
                 continue
             node = values.encode(parts_of(entry), arrays, prefix + path)
             changed[path] = [entry.sort, node, entry.root, entry.parent, *_key_of(entry.place)]
@@ -644,17 +669,16 @@ class Capture:
         tuples: paths of those that are kept as a whole.
         """
         self._check_patches(picture)
+        self._check_keys(picture)
         kept_ids = self._kept()
         for path, entry in picture.entries.items():
             before = self._built.entries.get(path)
             if self.changed_in_forward(path):
                 continue
             self._check_function(entry)
-            if entry.sort == VALUE and not kept_ids.isdisjoint(_integer_keys(entry.value)):
-                raise ConfigError(
-                    f"[capture] {path} has ids of parameters as keys, which are others in a "
-                    f"resumed run; use their names as keys, or {ADVICE}"
-                )
+            if entry.root not in LOADER_ROOTS:
+                self._check_items(picture, entry, tuples)
+            self._check_keys_of_value(entry, kept_ids)
             if entry.sort == SAMPLED and before is not None and before.sort == SAMPLED:
                 if changed_in_place(before.mark, entry.mark):
                     raise ConfigError(
@@ -670,7 +694,7 @@ class Capture:
                 )
             if entry.root in LOADER_ROOTS or entry.parent in tuples or path in tuples:
                 continue
-            if entry.sort == OPAQUE and before is not None and before.value is not entry.value:
+            if entry.sort == OPAQUE and _has_become_opaque(entry, before):
                 was = _in_words(before)
                 if before.sort == VALUE and before.value is None:
                     continue  # a cache or file that is opened late
@@ -690,13 +714,103 @@ class Capture:
                 and not is_function(entry.value)
                 and not self._is_new_item(entry)
                 and not (containers.is_list_or_dict(entry) and entry.place.can_be_set())
-                and self._has_values(picture, path)
+                and (self._has_values(picture, path) or self._is_missed(entry))
             ):
                 raise ConfigError(
                     f"[capture] {path} is a {entry.mark} that was created in a step or moved "
                     "there; a resumed run can't do that. Create it before fit() or in "
                     "on_fit_start and leave it in its place, or "
                     f"{ADVICE}"
+                )
+
+    def _check_keys_of_value(self, entry: Entry, kept_ids: set[int]) -> None:
+        """Raises ConfigError: a value has a name or keys that no other run has."""
+        if not values.is_text(entry.path):
+            raise ConfigError(
+                f"[capture] {entry.path!r} has a name with surrogates, which checkpoints can't "
+                f"hold; use another name, or {ADVICE}"
+            )
+        if entry.sort == VALUE and not kept_ids.isdisjoint(_integer_keys(entry.value)):
+            raise ConfigError(
+                f"[capture] {entry.path} has ids of parameters as keys, which are others in a "
+                f"resumed run; use their names as keys, or {ADVICE}"
+            )
+
+    def _is_missed(self, entry: Entry) -> bool:
+        """Tells whether a resume raises an error because the program has something else at a path.
+        Other objects without values, such as an attribute that is new, are no state.
+        """
+        built = self._built.entries.get(entry.path)
+        return (
+            built is not None
+            and built.sort not in (OPAQUE, RESOURCE)
+            and self._start_types.get(entry.path) is not type(entry.value)
+            and _without_length(built.mark) != _without_length(entry.mark)
+        )
+
+    def _check_items(self, picture: Picture, entry: Entry, tuples: Container[str]) -> None:
+        """Raises ConfigError: a list or dict has a new item that a resumed run can't put there.
+
+        tuples: paths of those that are kept as a whole.
+        """
+        path = entry.path
+        if not containers.is_list_or_dict(entry) or self._is_new_item(entry):
+            return
+        if self._start_types.get(path) is type(entry.value):
+            return  # on_epoch_start has created it, and is called again
+        expected = self._expected
+        is_new = not self._is_expected(entry)
+        for edge in edges_of_items(entry.value, path):
+            if not is_new and (edge.path in expected.entries or edge.path in expected.aliases):
+                continue
+            if self._can_put_item(picture, edge.path, is_new, tuples):
+                continue
+            raise ConfigError(
+                f"[capture] {edge.path} is a {describe(edge.value)} that was put there in a step; "
+                "a resumed run can't do that. Put it there before fit() or in on_fit_start, "
+                f"keep a number or string instead, or {ADVICE}"
+            )
+
+    def _can_put_item(
+        self, picture: Picture, path: str, is_in_new: bool, tuples: Container[str]
+    ) -> bool:
+        """Tells whether a resumed run can put the same item to a new place in a list or dict.
+
+        is_in_new: a resumed run creates the list or dict, so it does not find objects there.
+        """
+        first_path = picture.aliases.get(path, path)
+        item = picture.entries.get(first_path)
+        if item is None:
+            return first_path in self._expected_hosts
+        if first_path != path and item.root in LOADER_ROOTS:
+            return False
+        if item.sort == VALUE or first_path in tuples:
+            return True
+        if item.sort == REDUCED:
+            return first_path != path and first_path in self._expected.entries
+        if isinstance(item.value, types.MethodType) or function_name(item.value) is not None:
+            return True
+        if containers.is_list_or_dict(item) and item.place.can_be_set():
+            return True
+        if is_in_new and first_path == path:
+            return False
+        return self._is_expected(item) or self._is_new_item(item)
+
+    def _check_keys(self, picture: Picture) -> None:
+        """Raises ConfigError: a dict has got or lost keys that are objects since the epoch
+        started. Values of such keys are in checkpoints by the number of the key.
+        """
+        for path, keys in _object_keys_in(picture).items():
+            entry = picture.entries[path]
+            if entry.root in LOADER_ROOTS or self.changed_in_forward(path):
+                continue
+            allowed = (self._expected_keys.get(path), self._start_keys.get(path))
+            if not any(_are_same_objects(keys, earlier) for earlier in allowed):
+                key = describe(next(iter(keys.values())))
+                raise ConfigError(
+                    f"[capture] {path} has keys that are objects ({key}), which have changed since "
+                    "fit() began; a resumed run can't do that. Use numbers or strings as keys, "
+                    f"create all keys before fit() or in on_fit_start, or {ADVICE}"
                 )
 
     def end_epoch(self) -> None:
@@ -846,6 +960,10 @@ class Capture:
         """Tells whether a resumed run has an object of this class at the same path."""
         if self._in_epoch and self._start_types.get(entry.path) is type(entry.value):
             return True  # on_epoch_start has created it, and is called again
+        if self._known.get(id(entry.value)) == built_path(entry.path):
+            return True
+        if entry.path in self._moved_paths:
+            return False  # that is elsewhere
         expected = self._expected.entries.get(entry.path)
         if expected is None or expected.sort != REFERENCE:
             return False
@@ -916,13 +1034,12 @@ class Capture:
             return root in current_roots or not root.startswith(("callbacks.", "metrics."))
 
         self._check_built(saved, name)
+        if not final:
+            saved = _without_new_containers(saved)  # on_fit_start may create their objects
         self.by_forward.update(saved["by forward"])
         self._restore_objects()
-        picture = self.look()
         shared = Sharing.from_json(saved.get("shared", {"groups": (), "windows": ()}))
-        if separate(picture, self._sharing_entries(picture), shared):
-            picture = self.look()
-        restorer = _Restorer(picture, name, final)
+        restorer = _Restorer(self._look_apart(shared), name, final)
         self._restore_built(restorer, saved)
         try:
             self._restore_containers(restorer, saved)
@@ -956,17 +1073,31 @@ class Capture:
                 f"[resume] {name}: {path} can't be put back: {type(problem).__name__}: {problem}"
             ) from problem
         if final:
-            classes = {
-                path: mark
-                for path, (root, mark) in saved["classes"].items()
-                if is_there(root) and root not in LOADER_ROOTS
-            }
-            self._unchecked_classes = name, classes
-            self._unchecked_patches = {
-                path: mark
-                for path, mark in saved.get("patches", {}).items()
-                if is_there(".".join(path.split(".")[:2]))
-            }
+            self._check_later(saved, name, is_there)
+
+    def _look_apart(self, shared: Sharing) -> Picture:
+        """Returns a picture after values that share what they did not at the checkpoint got their
+        own.
+        """
+        picture = self.look()
+        changed = separate(picture, self._sharing_entries(picture), shared)
+        return self.look() if changed else picture
+
+    def _check_later(
+        self, saved: Mapping[str, Any], name: str, is_there: Callable[[str], bool]
+    ) -> None:
+        """Notes what `finish_restore` checks. is_there: tells whether a root exists."""
+        classes = {
+            path: mark
+            for path, (root, mark) in saved["classes"].items()
+            if is_there(root) and root not in LOADER_ROOTS
+        }
+        self._unchecked_classes = name, classes
+        self._unchecked_patches = {
+            path: mark
+            for path, mark in saved.get("patches", {}).items()
+            if is_there(".".join(path.split(".")[:2]))
+        }
 
     def _restore_functions(self, restorer: _Restorer, saved: Mapping[str, Any]) -> None:
         """Puts back functions and methods, before the values that they hold and after the objects
@@ -988,8 +1119,9 @@ class Capture:
         self._restore_functions(restorer, saved)
         if not restorer.final:
             return  # on_fit_start may create the others, or add to them
+        moved = {first_path for first_path, *_ in saved["aliases"].values()}
         for path, (kind, keys, parent, *key) in saved.get("containers", {}).items():
-            restorer.put_container(path, kind, keys, parent, key)
+            restorer.put_container(path, kind, keys, parent, key, path + MOVED not in moved)
             restorer.picture = self.look()
 
     def _restore_links(
@@ -1005,10 +1137,10 @@ class Capture:
         self._restore_functions(restorer, saved)
         if restorer.final:
             restorer.picture = self.look()
-            for path, entry in restorer.picture.entries.items():
+            self._restore_tuples(restorer, saved, arrays)
+            for path, entry in self.look().entries.items():
                 if type(entry.value) is containers.Unfilled:
                     raise restorer.refuse(path, "the program has no such object")
-            self._restore_tuples(restorer, saved, arrays)
         if shared.groups or shared.windows:
             share(self.look(), shared)
         if restorer.final:
@@ -1050,6 +1182,7 @@ class Capture:
             if earlier_code.get(path) is not value
         }
         self._start_patches = dict(picture.patches)
+        self._start_keys = _object_keys_in(picture)
         self._in_epoch = True
         earlier_objects = self._objects_at_epoch_end
         if earlier_objects is None:
@@ -1080,19 +1213,24 @@ class Capture:
         if not self._built.entries:
             return  # fit() has not begun
         expected = self._expected
-        known = {*saved["values"], *saved["aliases"], *expected.entries, *expected.aliases}
-        known.update(saved.get("created", ()))
+        known = {*saved["values"], *saved["aliases"], *saved.get("created", ())}
+        built = {*map(built_path, (*expected.entries, *expected.aliases))}
         picture = restorer.picture
         new = [
             (entry.place, entry.parent)
             for path, entry in picture.entries.items()
             if path not in known
+            and built_path(path) not in built
             and (entry.sort == VALUE or self._is_new_item(entry))
             and entry.root not in LOADER_ROOTS
         ]
-        new += [place for path, place in picture.alias_places.items() if path not in known]
+        new += [
+            place
+            for path, place in picture.alias_places.items()
+            if path not in known and built_path(path) not in built
+        ]
         for place, parent in reversed(new):
-            before = expected.entries.get(parent)
+            before = expected.entries.get(parent) or expected.entries.get(built_path(parent))
             now = picture.entries.get(parent)
             if parent in picture.hosts:
                 is_same = self._is_expected_host(parent, picture)
@@ -1123,19 +1261,12 @@ class Capture:
         put others there since.
         """
         picture = self.look()
-        expected = self._expected
-        places = {
-            path: (entry.place, entry.value)
-            for path, entry in expected.entries.items()
-            if entry.sort in (REFERENCE, REDUCED) and entry.root not in LOADER_ROOTS
-        }
-        for path, (place, _) in expected.alias_places.items():
-            first_path = expected.aliases[path]
-            first = expected.entries.get(first_path)
-            if first is not None and first.sort == REFERENCE and first.root not in LOADER_ROOTS:
-                places[path] = place, first.value
-            elif first_path in expected.hosts:
-                places[path] = place, expected.hosts[first_path]
+        places = self._places_in(self._built)
+        built = {id(value) for _, value in places.values()}
+        # on_fit_start may have put others there, but an earlier restore moves what was built
+        for path, (place, value) in self._places_in(self._expected).items():
+            if id(value) not in built or is_code(value):
+                places[path] = place, value
         for path, (place, value) in places.items():
             if (is_code(value) and isinstance(place.holder, type)) or self.changed_in_forward(path):
                 continue  # a class may hold a wrapper of a function
@@ -1144,6 +1275,22 @@ class Capture:
             current = picture.hosts.get(first_path) if entry is None else entry.value
             if current is not value:
                 place.set(value)
+
+    def _places_in(self, picture: Picture) -> dict[str, tuple[Place, Any]]:
+        """Returns the places of objects in a picture, and the objects, by path."""
+        places = {
+            path: (entry.place, entry.value)
+            for path, entry in picture.entries.items()
+            if entry.sort in (REFERENCE, REDUCED) and entry.root not in LOADER_ROOTS
+        }
+        for path, (place, _) in picture.alias_places.items():
+            first_path = picture.aliases[path]
+            first = picture.entries.get(first_path)
+            if first is not None and first.sort == REFERENCE and first.root not in LOADER_ROOTS:
+                places[path] = place, first.value
+            elif first_path in self._expected.hosts:
+                places[path] = place, self._expected.hosts[first_path]
+        return places
 
     def _restore_built(
         self,
@@ -1160,10 +1307,11 @@ class Capture:
         """
         built_late = self._built_late(restorer.picture)
         tuples = saved.get("tuples", ())
+        saved_paths = {*saved["values"], *map(built_path, saved["values"])}
         for path, entry in list(restorer.picture.entries.items()):
-            if entry.sort not in KEPT_SORTS or path not in self._marks:
+            if path in saved_paths or path not in self._marks or entry.parent in tuples:
                 continue
-            if path in saved["values"] or entry.parent in tuples:
+            if entry.sort not in KEPT_SORTS and not _is_where_value_was(entry, saved):
                 continue
             is_excluded = self.changed_in_forward(path) or self._is_cache(entry, built_late)
             if (
@@ -1179,7 +1327,14 @@ class Capture:
                 )
             node, arrays = self._copies[path]
             restorer.put(path, self._built.entries[path].sort, node, arrays, entry.parent, [])
+        self._create_built(restorer, saved, roots)
+
+    def _create_built(
+        self, restorer: _Restorer, saved: Mapping[str, Any], roots: Container[str] | None
+    ) -> None:
+        """Creates what the program was built with and is missing now; see `_restore_built`."""
         picture = restorer.picture
+        tuples = saved.get("tuples", ())
         for path in self._marks:
             is_missing = path not in picture.entries
             if "aliases" not in saved or not picture.aliases.get(path, "another"):
@@ -1206,13 +1361,26 @@ class _Restorer:
 
     def __init__(self, picture: Picture, name: str, final: bool) -> None:
         self.picture = picture
+        self.start = picture  # with what the program has built at its place
         self.name = name
         self.final = final
 
     def is_view(self, path: str) -> bool:
         """Tells whether the array or tensor at a path is a part of another one."""
-        entry = self.picture.entries.get(path)
+        entry = self.entry_at(path)
         return entry is not None and _is_view(entry.value)
+
+    def entry_at(self, path: str) -> Entry | None:
+        """Returns what the program has at a path of the checkpoint."""
+        picture = self.start if MOVED in path else self.picture
+        return picture.entries.get(built_path(path))
+
+    def object_at(self, path: str) -> Any:
+        """Returns the object at a path of the checkpoint; None if it is missing."""
+        entry = self.entry_at(path)
+        if entry is not None and entry.sort in (*KEPT_SORTS, REFERENCE):
+            return entry.value
+        return self.picture.hosts.get(path)
 
     def put(
         self,
@@ -1224,7 +1392,7 @@ class _Restorer:
         key: list[Any],
     ) -> None:
         """Puts one value to its path."""
-        entry = self.picture.entries.get(path)
+        entry = self.entry_at(path)
         if entry is None:
             self._create(path, sort, node, arrays, parent, key)
             return
@@ -1263,6 +1431,9 @@ class _Restorer:
     ) -> None:
         """Creates a value that is not there, in an object that is."""
         place = self._place_for(path, parent, key)
+        if place is not None and place.kind == "item" and isinstance(place.holder, list):
+            # an item before it may be an object, which is put there later
+            place.holder.extend([None] * (place.key - len(place.holder)))
         if place is None or sort != VALUE:
             if self.final:
                 raise self.refuse(path, "the program has no such object at its first step")
@@ -1273,7 +1444,7 @@ class _Restorer:
 
     def create_item(self, path: str, parent: str, key: Any) -> None:
         """Has a `defaultdict` create an object, as it did before the checkpoint."""
-        holder = self.picture.entries.get(parent)
+        holder = self.entry_at(parent)
         items = None if holder is None else holder.value
         if isinstance(items, collections.defaultdict) and items.default_factory is not None:
             items[values.decode(key, {})]  # noqa: B018 (this is what creates it)
@@ -1289,7 +1460,7 @@ class _Restorer:
         host = self.picture.hosts.get(parent)
         if host is not None and kind == "attribute":
             return Place("attribute", host, encoded)
-        holder = self.picture.entries.get(parent)
+        holder = self.entry_at(parent)
         if holder is None or holder.sort != REFERENCE:
             return None
         if kind == "attribute":
@@ -1300,7 +1471,7 @@ class _Restorer:
 
     def _place_of(self, path: str, parent: str, key: list[Any]) -> Place | None:
         """Returns where an object is held, or where it can be put; None if that is nowhere."""
-        entry = self.picture.entries.get(path)
+        entry = self.entry_at(path)
         if entry is not None:
             return entry.place
         if path in self.picture.alias_places:
@@ -1317,8 +1488,8 @@ class _Restorer:
             function = values.class_called(name)
             if function_name(function) != name:
                 function = None
-        elif owner in self.picture.entries:
-            function = bound_method(self.picture.entries[owner].value, name)
+        elif (holder := self.entry_at(owner)) is not None:
+            function = bound_method(holder.value, name)
         place = self._place_of(path, parent, key)
         if function is not None and place is not None and place.set(function):
             return
@@ -1326,11 +1497,15 @@ class _Restorer:
             raise self.refuse(path, f"it was the function {name}")
 
     def put_container(
-        self, path: str, kind: str, keys: list[Any], parent: str, key: list[Any]
+        self, path: str, kind: str, keys: list[Any], parent: str, key: list[Any], is_free: bool
     ) -> None:
-        """Creates a list or dict, whose items are put there afterwards."""
+        """Creates a list or dict, whose items are put there afterwards.
+
+        is_free: the checkpoint needs nothing else that the program has built there.
+        """
         entry = self.picture.entries.get(path)
-        if entry is not None and entry.sort == REFERENCE and type(entry.value).__name__ == kind:
+        is_object = is_free and entry is not None and entry.sort == REFERENCE
+        if is_object and type(entry.value).__name__ == kind:
             if containers.keys_of(entry.value) == keys:
                 return
         place = self._place_of(path, parent, key)
@@ -1347,7 +1522,7 @@ class _Restorer:
         key: list[Any],
     ) -> None:
         """Builds a tuple of objects that are there."""
-        items = containers.build_tuple(kind, parts, self.picture, arrays)
+        items = containers.build_tuple(kind, parts, self.object_at, arrays)
         entry = self.picture.entries.get(path)
         if items is not None and entry is not None and containers.has_items(entry.value, items):
             return
@@ -1358,7 +1533,7 @@ class _Restorer:
     def put_in_order(self, orders: Mapping[str, list[Any]]) -> None:
         """Gives dicts of objects the order of their keys."""
         for path, keys in orders.items():
-            entry = self.picture.entries.get(path)
+            entry = self.entry_at(path)
             if entry is not None and entry.sort == REFERENCE and isinstance(entry.value, dict):
                 containers.put_in_order(entry.value, keys)
 
@@ -1376,14 +1551,10 @@ class _Restorer:
 
     def put_alias(self, path: str, first_path: str, parent: str, key: list[Any]) -> None:
         """Puts the object that is at `first_path` also to another path."""
-        if self.picture.aliases.get(path) == first_path:
+        if first_path in (built_path(path), self.picture.aliases.get(path)):
             return
-        first = self.picture.entries.get(first_path)
-        if first is not None and first.sort in (*KEPT_SORTS, REFERENCE):
-            target = first.value
-        else:
-            target = self.picture.hosts.get(first_path)
-        entry = self.picture.entries.get(path)
+        target = self.object_at(first_path)
+        entry = self.entry_at(path)
         place = self._place_of(path, parent, key)
         if target is not None and place is not None and place.set(target):
             return
@@ -1543,6 +1714,42 @@ def _objects_in(picture: Picture) -> dict[str, Any]:
         for path, entry in picture.entries.items()
         if entry.sort == REFERENCE and not is_function(entry.value)
     }
+
+
+def _object_keys_in(picture: Picture) -> dict[str, dict[int, Any]]:
+    """Returns the keys of dicts that are objects, by their number, by the path of the dict."""
+    keys_by_path: dict[str, dict[int, Any]] = {}
+    for path, entry in picture.entries.items():
+        if entry.sort == REFERENCE and isinstance(entry.value, dict):
+            items = enumerate(dict.keys(entry.value))
+            keys = {number: key for number, key in items if not values.is_value(key)}
+            if keys:
+                keys_by_path[path] = keys
+    return keys_by_path
+
+
+def _are_same_objects(keys: Mapping[int, Any], earlier: Mapping[int, Any] | None) -> bool:
+    return earlier is not None and {n: id(key) for n, key in keys.items()} == {
+        n: id(key) for n, key in earlier.items()
+    }
+
+
+def _has_become_opaque(entry: Entry, built: Entry | None) -> bool:
+    """Tells whether an opaque object is new, or was a value, such as an empty set."""
+    return built is not None and (built.sort != OPAQUE or built.value is not entry.value)
+
+
+def _is_where_value_was(entry: Entry, saved: Mapping[str, Any]) -> bool:
+    """Tells whether an object is at a path that held no object at the checkpoint."""
+    return entry.sort == REFERENCE and entry.path not in saved.get("classes", ())
+
+
+def _without_new_containers(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the state of a checkpoint without what is in the containers that a step created."""
+    created = saved.get("containers", ())
+    held = {path: item for path, item in saved["values"].items() if item[3] not in created}
+    aliases = {path: item for path, item in saved["aliases"].items() if item[1] not in created}
+    return {**saved, "values": held, "aliases": aliases}
 
 
 def _is_below(path: str, owners: Iterable[str]) -> bool:

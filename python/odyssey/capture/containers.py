@@ -15,7 +15,7 @@ import numpy as np
 
 from . import values
 from .edges import register_walkable
-from .walk import OPAQUE, REFERENCE, RESOURCE, VALUE, Entry, Picture
+from .walk import OPAQUE, REFERENCE, RESOURCE, VALUE, Entry, Picture, built_path
 
 _EMPTY: dict[str, Callable[[], Any]] = {
     "list": list,
@@ -75,7 +75,8 @@ def signature(picture: Picture, entry: Entry) -> list[str]:
     for path in paths_of_items(picture, entry):
         item = picture.entries.get(path)
         is_fixed = item is not None and item.sort == VALUE and values.is_immutable(item.value)
-        parts.append(f"{path} {item.mark}" if item is not None and is_fixed else path)
+        place = built_path(path)
+        parts.append(f"{place} {item.mark}" if item is not None and is_fixed else place)
     return parts
 
 
@@ -106,18 +107,16 @@ def parts_of(
 
 
 def build_tuple(
-    kind: str, parts: list[Any], picture: Picture, arrays: Mapping[str, Any]
+    kind: str, parts: list[Any], object_at: Callable[[str], Any], arrays: Mapping[str, Any]
 ) -> tuple | None:
-    """Returns the tuple that `parts_of` was given; None if an object is missing."""
+    """Returns the tuple that `parts_of` was given; None if an object is missing.
+
+    object_at: returns the object at a path; None if it is missing.
+    """
     items = []
     for sort, part in parts:
-        if sort == "value":
-            items.append(values.decode(part, arrays))
-        elif part in picture.entries and picture.entries[part].sort not in (RESOURCE, OPAQUE):
-            items.append(picture.entries[part].value)
-        elif part in picture.hosts:
-            items.append(picture.hosts[part])
-        else:
+        items.append(values.decode(part, arrays) if sort == "value" else object_at(part))
+        if sort != "value" and items[-1] is None:
             return None
     if not kind:
         return tuple(items)

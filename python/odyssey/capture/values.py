@@ -42,6 +42,7 @@ DEPTH = 40  # containers inside one another that are followed
 
 _DTYPE = re.compile(r"[<>|=][A-Za-z]\d+(\[\d*[A-Za-z]+\])?")
 PLAIN = frozenset({bool, int, float, str, type(None)})
+_ODD = "surrogatepass"  # encodes and decodes strings with surrogates
 _TAG = "\0"  # starts the only key of a JSON object that stands for something else
 
 
@@ -187,15 +188,11 @@ def encode(value: Any, arrays: dict[str, np.ndarray], path: str) -> Any:
         NotAValue: It can't be encoded.
     """
     kind = type(value)
-    if kind in (bool, str, type(None)):
-        return value
-    if kind is int:
-        return value if abs(value) < 10**JSON_DIGITS else {f"{_TAG}int": hex(value)}
-    if kind is float:
-        return value if math.isfinite(value) else {f"{_TAG}float": repr(value)}
+    if kind in PLAIN:
+        return _encode_plain(value)
     if kind is list:
         return [encode(item, arrays, f"{path}[{i}]") for i, item in enumerate(value)]
-    if kind is dict and all(type(key) is str and key[:1] != _TAG for key in value):
+    if kind is dict and all(map(_is_json_key, value)):
         return {key: encode(item, arrays, f"{path}.{key}") for key, item in value.items()}
     if kind is np.ndarray and _is_known_dtype(value.dtype):
         return _encode_array(value, arrays, path)
@@ -213,6 +210,33 @@ def encode(value: Any, arrays: dict[str, np.ndarray], path: str) -> Any:
     if other is None:
         raise NotAValue(f"{path} is a {qualified_name(kind)}")
     return {f"{_TAG}{other.name}": encode(other.parts(value), arrays, path)}
+
+
+def _encode_plain(value: bool | int | float | str | None) -> Any:
+    if type(value) is str and not is_text(value):
+        return {f"{_TAG}str": value.encode("utf-8", _ODD).hex()}
+    if type(value) is int and abs(value) >= 10**JSON_DIGITS:
+        return {f"{_TAG}int": hex(value)}
+    if type(value) is float and not math.isfinite(value):
+        return {f"{_TAG}float": repr(value)}
+    return value
+
+
+def _is_json_key(key: Any) -> bool:
+    return type(key) is str and key[:1] != _TAG and is_text(key)
+
+
+def is_text(text: str) -> bool:
+    """Tells whether UTF-8 can hold a string. It has no surrogates, which Python puts into the names
+    of files whose bytes are no UTF-8.
+    """
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _encode_array(array: np.ndarray, arrays: dict[str, np.ndarray], path: str) -> dict[str, Any]:
@@ -314,6 +338,8 @@ def _decode(node: Any, arrays: Mapping[str, Any]) -> Any:
         return int(inner, 16)
     if name == "float":
         return float(inner)
+    if name == "str":
+        return bytes.fromhex(inner).decode("utf-8", _ODD)
     if name == "array":
         return _decode_array(inner, arrays)
     if name == "enum":

@@ -68,6 +68,14 @@ OPAQUE = "opaque"
 RESOURCE = "resource"
 
 
+MOVED = "<moved>"  # in the paths of objects that are not where the program has built them
+
+
+def built_path(path: str) -> str:
+    """Returns the path at which the program has built what is at a path now."""
+    return path.replace(MOVED, "")
+
+
 @dataclasses.dataclass(slots=True)
 class Entry:
     """One thing that a walk has met.
@@ -142,7 +150,8 @@ def walk(
         kept: ids of objects that checkpoints hold in another way, such as parameters. They are
             not looked into.
         known: paths by id of objects that an earlier walk has met. An object keeps its path while
-            it is still held there, even if another place is met first now.
+            it is still held there, even if another place is met first now. If it is only held
+            elsewhere, it has that path with MOVED.
     """
     walker = _Walker(kept, known)
     for name, root in roots.items():
@@ -174,10 +183,18 @@ class _Walker:
 
     def follow_moved(self) -> None:
         """Walks from known objects that are at other paths only."""
-        self.known = {}
-        for edge, parent, root in self.moved:
-            self.root = root
-            self.meet(edge, parent)
+        while self.moved:  # which leads to others
+            edge, parent, self.root = self.moved.pop(0)
+            identity = id(edge.value)
+            if identity not in self.seen:
+                keeps_path = not (is_code(edge.value) or isinstance(edge.value, tuple))
+                path = edge.path
+                if keeps_path and self.root not in LOADER_ROOTS:
+                    path = self.known[identity] + MOVED
+                self.seen[identity] = path
+                self.sort_out(edge._replace(path=path), parent)
+            if self.seen[identity] != edge.path:
+                self.note_alias(edge, parent, self.seen[identity])
             self.look_into_waiting()
 
     def look_into_waiting(self) -> None:
@@ -222,7 +239,8 @@ class _Walker:
             self.note_alias(edge, parent, "")
             self.add_host(edge.path, value)
             return
-        if self.known.get(identity, edge.path) != edge.path and own_path_of(value) is None:
+        path_here = built_path(edge.path)
+        if self.known.get(identity, path_here) != path_here and own_path_of(value) is None:
             self.moved.append((edge, parent, self.root))
             return
         path_of_class = own_path_of(value)
