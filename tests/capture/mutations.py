@@ -95,7 +95,7 @@ MUTATIONS = (
     Mutation(
         "keys of dicts become strings",
         "values.py",
-        "    if kind is dict and all(type(key) is str and key[:1] != _TAG for key in value):\n",
+        "    if kind is dict and all(map(_is_json_key, value)):\n",
         "    if kind is dict:\n",
     ),
     Mutation(
@@ -155,8 +155,26 @@ MUTATIONS = (
     Mutation(
         "opaque objects are not refused",
         "capture.py",
-        "            if entry.sort == OPAQUE and before is not None and before.value is not entry.value:",
+        "            if entry.sort == OPAQUE and _has_become_opaque(entry, before):",
         "            if False:",
+    ),
+    Mutation(
+        "new items are not looked at",
+        "capture.py",
+        "        for edge in edges_of_items(entry.value, path):\n",
+        "        for edge in ():\n",
+    ),
+    Mutation(
+        "objects lose the path at which the program has built them",
+        "walk.py",
+        "                    path = self.known[identity] + MOVED\n",
+        "                    path = edge.path\n",
+    ),
+    Mutation(
+        "other keys are not refused",
+        "capture.py",
+        "        self._check_keys(picture)\n",
+        "",
     ),
     Mutation(
         "new objects are not refused",
