@@ -176,7 +176,8 @@ def test_bytes_of_a_rank(launch):
         for rank in ranks:
             whole, most, memory = 4 * rank["parameters"], 4 * rank["largest"], rank["memory"]
             part = whole / 4 + most  # parameters are not cut
-            assert rank["rest"] <= (part if zero == 3 else whole)
+            # each parameter starts on a vector, so there may be a few floats between them
+            assert rank["rest"] <= (part if zero == 3 else whole + 64)
             assert memory["parameters"] <= (part + 2 * most if zero == 3 else whole + 64)
             assert memory["optimizer"] <= 2 * (part if zero else whole) + 1000
             assert memory["gradients"] <= (

@@ -185,6 +185,8 @@ def _check_module(module: nn.Module) -> None:
 def _check_devices(module: nn.Module) -> None:
     """Raises ConfigError: parameters and buffers of a module are on several devices."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
+    if not tensors:
+        return
     first_name, first = tensors[0]
     for name, tensor in tensors:
         if tensor.device != first.device:

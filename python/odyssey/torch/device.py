@@ -54,7 +54,7 @@ class Device:
         Kernels of the CPU need it aligned there.
         """
         if self.is_host:
-            return torch.from_numpy(native.aligned(max(floats, 1))[:floats])
+            return torch.from_numpy(native.aligned(floats) if floats else np.empty(0, np.float32))
         return torch.zeros(floats, device=self.torch_device)
 
     def put(self, tree: Any) -> Any:
@@ -184,6 +184,12 @@ def write_settings(settings: DeviceSettings) -> None:
     cuda.enable_mem_efficient_sdp(wanted.memory_efficient_attention)
     cuda.enable_math_sdp(wanted.plain_attention)
     cuda.enable_cudnn_sdp(wanted.cudnn_attention)
+
+
+def device_of(module: torch.nn.Module) -> Device:
+    """Returns the device of a module's parameters; the CPU if it has none."""
+    parameter = next(module.parameters(), None)
+    return Device(torch.device("cpu") if parameter is None else parameter.device)
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ from ..parallel import strategy as strategies
 from ..train import Arithmetic
 from . import arithmetic
 from .arena import ModuleArena, plain_name
-from .device import Device
+from .device import Device, device_of
 from .memory import ALIGN
 from .modes import Modes
 from .shard_draws import SELDOM_USED, ShardDraws, runs_own_code
@@ -258,7 +258,7 @@ class Shards:
         if not torch.are_deterministic_algorithms_enabled():
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(True, warn_only=deterministic == "warn")
-        device = Device(next(module.parameters()).device)
+        device = device_of(module)
         self.modes = Modes.current(threads, deterministic == "warn", device.settings())
         self.modes.check_threads()
         self.arithmetic = Arithmetic(
