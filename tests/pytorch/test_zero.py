@@ -186,7 +186,7 @@ def test_bytes_of_a_rank(launch):
             if zero > 1:  # beside them: autograd's own gradients of a parameter, a batch, outputs
                 assert rank["peak"] <= sum(memory.values()) + 2 * most + 60_000
     peaks = [max(rank["peak"] for rank in ranks) for ranks in found.values()]
-    assert peaks[3] < 0.8 * peaks[2] < 0.5 * peaks[1]
+    assert peaks[3] < 0.8 * peaks[2] < 0.55 * peaks[1]
 
 
 def same(found, one) -> None:
