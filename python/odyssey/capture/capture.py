@@ -107,6 +107,8 @@ class Capture:
         # what exists when the first epoch starts, so that a resumed run has it too
         self._expected = Picture()
         self._known: dict[int, str] = {}  # paths of its objects by id
+        # these objects by id: without them, a new object could get the id of one that is gone
+        self._known_objects: dict[int, Any] = {}
         # paths at which the program has built objects that were elsewhere at the latest checkpoint
         self._moved_paths: set[str] = set()
         # classes of hosts (walk.py) that exist when fit() begins, or the first epoch starts
@@ -149,6 +151,7 @@ class Capture:
                 with contextlib.suppress(ConfigError):  # its version is not supported
                     registry.load("captured", package)
         self._known = {}
+        self._known_objects = {}
         self._expected_hosts = {}
         self._expected_tuples = {}
         self._expected_orders = {}
@@ -257,6 +260,9 @@ class Capture:
         }
         # an object keeps the path at which the program has built it, wherever a restore puts it
         self._known = {**known, **self._known}
+        for entry in picture.entries.values():
+            if entry.sort == REFERENCE:
+                self._known_objects.setdefault(id(entry.value), entry.value)
 
     # --- now ---
 
@@ -1412,7 +1418,7 @@ class _Restorer:
             entry.place.set(value)
         elif sort == REDUCED:
             if not put_reduced(entry, value):
-                raise self._refuse(path, f"a {type(entry.value).__qualname__} can't be set")
+                raise self.refuse(path, f"a {type(entry.value).__qualname__} can't be set")
         elif _is_view(entry.value) and entry.place.set(value):
             return  # its memory is that of another object, such as a sample of the data set
         elif entry.place.kind != "contents" and values.put_into(entry.value, value):
@@ -1824,4 +1830,11 @@ def _in_words(entry: Entry) -> str:
 
 def size_of(value: Any) -> int:
     """Returns the bytes of arrays in a value."""
-    return sum(getattr(item, "nbytes", 0) for item in _flat(value))
+    return sum(map(_nbytes, _flat(value)))
+
+
+def _nbytes(value: Any) -> int:
+    try:
+        return int(getattr(value, "nbytes", 0))
+    except RuntimeError:  # PyTorch doesn't know the bytes of a sparse tensor
+        return int(value.values().nbytes)

@@ -249,6 +249,16 @@ _CONTENTS: dict[type, Callable[[Any], Any]] = {
 }
 
 
+def register_contents(
+    base: type, read: Callable[[Any], Any], write: Callable[[Any, Any], None]
+) -> None:
+    """Sets what objects hold whose classes inherit from `base`: a value that `read` returns, and
+    that `write` writes into an object.
+    """
+    _CONTENTS[base] = read
+    _WRITERS[base] = write
+
+
 def _contents_of_random(value: random.Random) -> random.Random | None:
     if isinstance(value, random.SystemRandom):
         return None

@@ -65,6 +65,7 @@ class Kind(NamedTuple):
             be equal for equal values.
         fits: a function of an object of these types that returns False if it is no value all the
             same. None: all are values.
+        is_opaque_else: True if an object that doesn't fit has content that nothing can look at.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Kind(NamedTuple):
     put: Callable[[Any, Any], bool] | None = None
     mark: Callable[[Any], str] | None = None
     fits: Callable[[Any], bool] | None = None
+    is_opaque_else: bool = False
 
 
 _kinds: dict[type, Kind] = {}
@@ -97,6 +99,14 @@ def kind_of(value: Any) -> Kind | None:
     if kind is not None and kind.fits is not None and not kind.fits(value):
         return None
     return kind
+
+
+def is_opaque(value: Any) -> bool:
+    """Tells whether an object is of a registered type, and has content that no kind can read."""
+    kind = _kinds.get(type(value))
+    if kind is None or kind.fits is None or not kind.is_opaque_else:
+        return False
+    return not kind.fits(value)
 
 
 # --- is it a value? -------------------------------------------------------------------------

@@ -273,6 +273,8 @@ class _Walker:
                 self.add_host(edge.path, value)
             if is_holder(value) and self.root not in LOADER_ROOTS:
                 self.picture.holders[edge.path] = describe(value)
+        elif values.is_opaque(value):
+            self.note(edge, parent, OPAQUE, describe(value))
         elif _is_object_with_edges(value):
             self.note(edge, parent, REFERENCE, describe(value))
             self.waiting.append((edge.path, value, edges_of))

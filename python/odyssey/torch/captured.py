@@ -21,7 +21,9 @@ from ..capture import (
     Place,
     edges_of_object,
     is_resource,
+    mark,
     register,
+    register_contents,
     register_edges,
     register_memory,
     register_value_host,
@@ -41,7 +43,7 @@ _SKIPPED = (
 )
 _HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
 # What a rank has of these is shared out by the trainer (optimizer_parts.py).
-_SHARED_OUT = ("state", "param_groups", "defaults")
+_SHARED_OUT = ("state", "param_groups")
 # Wrappers that functions of torch put around step(), and counters of theirs.
 _WRAPPERS = (
     "step",
@@ -68,16 +70,44 @@ def _array_of(tensor: torch.Tensor) -> np.ndarray:
     return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
 
 
+def _is_known(tensor: torch.Tensor) -> bool:
+    """Tells whether checkpoints can have a tensor: with strides, or sparse in a known form."""
+    is_sparse = tensor.layout in (torch.sparse_coo, torch.sparse_csr) and not tensor.is_meta
+    return is_sparse or _is_array_like(tensor)
+
+
 def _parts_of_tensor(tensor: torch.Tensor) -> list[Any]:
-    return [str(tensor.dtype), list(tensor.shape), _array_of(tensor)]
+    """Returns dtype, shape and numbers. Those that aren't in the order of C have strides too, and
+    sparse ones their layout and positions.
+    """
+    described = [str(tensor.dtype), list(tensor.shape)]
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.detach().coalesce()
+        return [*described, "coo", *map(_parts_of_tensor, (tensor.indices(), tensor.values()))]
+    if tensor.layout is torch.sparse_csr:
+        tensor = tensor.detach()
+        parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+        return [*described, "csr", *map(_parts_of_tensor, parts)]
+    is_in_other_order = not tensor.is_contiguous() and bool(
+        torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    )
+    strides = [list(tensor.stride())] if is_in_other_order else []
+    return [*described, _array_of(tensor), *strides]
 
 
 def _build_tensor(parts: list[Any]) -> torch.Tensor:
-    dtype, shape, array = parts
+    dtype, shape, content, *rest = parts
+    if isinstance(content, str):  # the layout of a sparse tensor
+        if content == "coo":
+            indices, numbers = map(_build_tensor, rest)
+            return torch.sparse_coo_tensor(indices, numbers, shape).coalesce()
+        rows, columns, numbers = map(_build_tensor, rest)
+        return torch.sparse_csr_tensor(rows, columns, numbers, shape)
     wanted = _DTYPES[dtype]
-    if not array.size:
+    if not content.size:
         return torch.empty(shape, dtype=wanted)
-    return torch.from_numpy(np.array(array)).view(wanted).reshape(shape)
+    tensor = torch.from_numpy(np.array(content)).view(wanted).reshape(shape)
+    return torch.empty_strided(shape, rest[0], dtype=wanted).copy_(tensor) if rest else tensor
 
 
 def _build_parameter(parts: list[Any]) -> nn.Parameter:
@@ -88,12 +118,24 @@ def _build_parameter(parts: list[Any]) -> nn.Parameter:
 def _put_tensor(target: torch.Tensor, value: torch.Tensor) -> bool:
     if target.shape != value.shape or target.dtype != value.dtype:
         return False
+    if target.layout is not torch.strided:
+        return False  # a new tensor takes its place
+    if target.stride() != value.stride() and torch.ops.aten.is_non_overlapping_and_dense(target):
+        return False
     with torch.no_grad():
         target.copy_(value)
     return True
 
 
+def _write_contents(target: torch.Tensor, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        target.as_subclass(torch.Tensor).copy_(value)
+
+
 def _mark_tensor(tensor: torch.Tensor) -> str:
+    parts = _parts_of_tensor(tensor)
+    if len(parts) > 3:
+        return f"tensor({str(tensor.dtype)[6:]}, {tuple(tensor.shape)}, {mark(parts)})"
     bits = fingerprint.of_bytes(_array_of(tensor))
     return f"tensor({str(tensor.dtype)[6:]}, {tuple(tensor.shape)}, {bits:016x})"
 
@@ -210,7 +252,8 @@ for _name, _type, _build in (
                 _build,
                 _put_tensor,
                 _mark_tensor,
-                _is_array_like,
+                _is_known,
+                is_opaque_else=True,
             )
         )
         register_memory(_type, Memory(_bounds_of_tensor, _form_of_tensor, _window_of_tensor))
@@ -228,6 +271,9 @@ for _kind in (
     Kind("size", (torch.Size,), list, torch.Size),
 ):
     register(_kind)
+register_contents(
+    torch.Tensor, lambda tensor: tensor.detach().as_subclass(torch.Tensor), _write_contents
+)
 register_edges(nn.Module, _edges_of_module)
 register_edges(torch.optim.Optimizer, _edges_of_optimizer)
 register_edges(torch.optim.lr_scheduler.LRScheduler, _edges_of_scheduler)

@@ -76,7 +76,7 @@ class Norms:
         self._move_statistics()
         for alias in self.aliases:
             alias.follow()
-        self._list_buffers()
+        self.list_buffers()
         self.keep()
 
     def _split_off_aliases(self) -> None:
@@ -112,7 +112,7 @@ class Norms:
                 for counter, value in counters:
                     counter.copy_(value)
 
-    def _list_buffers(self) -> None:
+    def list_buffers(self) -> None:
         """Sorts the current buffers of the modules into counters and fixed buffers, and notes all
         of them, so that `_adopt_replaced` finds replaced ones.
         """
@@ -164,7 +164,7 @@ class Norms:
                 )
         self.statistics = [(name, current[name]) for name, _ in self.statistics]
         self._move_statistics()
-        self._list_buffers()
+        self.list_buffers()
 
     def _describe_problem(self, name: str, buffer: torch.Tensor | None) -> str | None:
         """Returns why a buffer can't replace the one of this name, for a message; None if it can.

@@ -271,6 +271,18 @@ class OptimizerState:
             state[self._decode(key, saved.arrays)] = self._decode(value, saved.arrays)
         return state
 
+    def order(self) -> list[str]:
+        """Returns the names of the parameters that have state, in the order of the state."""
+        return [self._names[id(key)] for key in self.optimizer.state if id(key) in self._names]
+
+    def in_order(self, state: dict[Any, Any], names: Iterable[str]) -> dict[Any, Any]:
+        """Returns a state in the order of these names of parameters; others come after them.
+
+        A program may read the values of `optimizer.state` one after the other.
+        """
+        first = [self._parameters[name] for name in names if name in self._parameters]
+        return {key: state[key] for key in dict.fromkeys((*first, *state)) if key in state}
+
     def replace(self, state: dict[Any, Any]) -> None:
         """Gives the optimizer this state, by parameters and other keys."""
         self.optimizer.state.clear()

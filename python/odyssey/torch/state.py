@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from ..nn import settings as of_modules
 from ..parallel import Strategy
 from ..settings import Training, of_checkpoint
 from ..train import ARITHMETIC, CAPTURED, BatchSharing, as_json, resume
+from .arena import plain_name
 from .changing import share
 from .device import host_array
 from .feed import ModuleFeed
@@ -254,6 +255,7 @@ class ModuleState:
                     "typed": True,  # as capture/values.py has values, not as plain JSON
                     "groups": groups,
                     "names": group_names,
+                    "order": self.parts.state.order(),
                     "numbers": optimizer.numbers,
                     "others": optimizer.others,
                 },
@@ -387,20 +389,44 @@ class ModuleState:
         self._take(self._weights_of(snapshot, name))
 
     def _weights_of(self, snapshot: Snapshot, name: str) -> list[tuple[torch.Tensor, Any]]:
-        """Each parameter and buffer with its value in a snapshot.
+        """Returns each parameter and buffer with its value in a snapshot.
 
-        Raises CheckpointError: one is missing.
+        A buffer that the program has registered as None, or that has grown, takes the shape that
+        it has there.
+
+        Raises CheckpointError: one is missing, or has another shape or dtype.
         """
-        return [
-            (
-                t,
-                resume.tensor(
-                    snapshot.arrays.get(stem, {}), n, tuple(t.shape), host_array(t).dtype, name
-                ),
-            )
-            for stem, named in (("parameters", self.arena.named), ("buffers", self.arena.buffers))
-            for n, t in named
-        ]
+        self._fill_buffers(snapshot.arrays.get("buffers", {}), name)
+        growing = {id(buffer) for _, buffer in self.arena.norms.fixed_buffers}
+        pairs = []
+        for stem, named in (("parameters", self.arena.named), ("buffers", self.arena.buffers)):
+            saved = snapshot.arrays.get(stem, {})
+            for tensor_name, tensor in named:
+                shape = tuple(tensor.shape)
+                if id(tensor) in growing and tensor_name in saved:
+                    shape = tuple(saved[tensor_name].shape)
+                dtype = host_array(tensor).dtype
+                pairs.append((tensor, resume.tensor(saved, tensor_name, shape, dtype, name)))
+        return pairs
+
+    def _fill_buffers(self, saved: Mapping[str, Any], name: str) -> None:
+        """Makes tensors for buffers that are None, and have a value in a snapshot.
+
+        Raises CheckpointError: a buffer of the snapshot isn't registered.
+        """
+        present = {buffer_name for buffer_name, _ in self.arena.buffers}
+        modules = {plain_name(f"{path}."): one for path, one in self.module.named_modules()}
+        for buffer_name in sorted({*saved} - present):
+            path, _, attribute = buffer_name.rpartition(".")
+            owner = modules.get(f"{path}." if path else ".")
+            if owner is None or owner._buffers.get(attribute, 0) is not None:
+                raise CheckpointError(
+                    f"[resume] {name} has the buffer {buffer_name}, and the module has none of "
+                    "this name; build it as before"
+                )
+            value = torch.from_numpy(np.array(saved[buffer_name]))
+            owner._buffers[attribute] = self.arena.device.put(value)
+        self.arena.norms.list_buffers()
 
     def _take(self, values: list[tuple[torch.Tensor, Any]]) -> None:
         # owners are taken
@@ -410,7 +436,11 @@ class ModuleState:
                 if id(t) in shared:
                     continue
                 if mine is None or not isinstance(t, nn.Parameter) or id(t) in mine:
-                    t.copy_(torch.from_numpy(np.array(value)))
+                    source = torch.from_numpy(np.array(value))
+                    if t.shape == source.shape:
+                        t.copy_(source)
+                    else:  # a buffer that grows
+                        t.data = self.arena.device.put(source)
         self.arena.norms.keep()
         self.arena.norms.written.clear()
 
@@ -426,4 +456,6 @@ class ModuleState:
         value_arrays = arrays.get(OPTIMIZER_VALUES, {})
         others = saved.get("others", [])  # missing before version 0.3
         state = SavedState(arrays.get("optimizer", {}), saved["numbers"], others, value_arrays)
-        return self.parts.decode(state), self.parts.state.decode_groups(saved, value_arrays)
+        order = saved.get("order", ())  # missing before version 0.3
+        decoded = self.parts.state.in_order(self.parts.decode(state), order)
+        return decoded, self.parts.state.decode_groups(saved, value_arrays)
