@@ -70,8 +70,8 @@ class Plain(Trainer):
         self.stepper = types.SimpleNamespace(steps=0, last=None, traffic=lambda: (0, 0, 0))
         shards = types.SimpleNamespace(shard_size=16)
         self.sharing = BatchSharing(shards, self.mode, self.layout, lambda form: 1, self.say)
-        self.feed = BatchFeed(self.mode, 1, seed=0)
         self.checks = RankChecks(self.mode, 0, self.say)
+        self.feed = BatchFeed(self.mode, 1, seed=0, capture=self.checks.capture)
         self.weights = np.ones(6, np.float32)
         self.gradient = np.zeros(6, np.float32)
 

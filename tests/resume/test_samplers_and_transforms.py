@@ -1,4 +1,6 @@
-"""A sampler that remembers, and a transform that callbacks change, survive stops anywhere."""
+"""Samplers and loaders that remember or draw, and a transform that callbacks change, survive stops
+anywhere.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +29,44 @@ class Remembers:
     def __iter__(self):
         self.epochs += 1
         return iter(np.roll(self.random.permutation(len(X)), self.epochs).tolist())
+
+
+class Draws:
+    """A sampler that draws each order from a generator of the process."""
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __iter__(self):
+        return iter(np.random.permutation(len(X)).tolist())
+
+
+class DrawsInSetEpoch(Draws):
+    """A sampler that draws an order when it receives an epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.order = np.random.permutation(len(X)).tolist()
+
+    def __iter__(self):
+        return iter(self.order)
+
+
+class Batches:
+    """An iterable that draws its batches from a generator that it holds."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(3)
+
+    def __len__(self) -> int:
+        return STEPS_PER_EPOCH
+
+    def __iter__(self):
+        for _ in range(STEPS_PER_EPOCH):
+            chosen = self.random.integers(0, len(X), 8)
+            yield X[chosen], Y[chosen]
+
+
+SAMPLERS = {"sampler": Remembers, "draws": Draws, "draws in set_epoch": DrawsInSetEpoch}
 
 
 class Scale:
@@ -82,7 +122,7 @@ def train_torch(loader, hooks, fit) -> str:
 
 def train(train_with, kind: str, stop: int | None = None, **fit) -> str | None:
     transform = Scale()
-    sampler = Remembers() if kind == "sampler" else None
+    sampler = SAMPLERS[kind]() if kind in SAMPLERS else None
     loader = data.DataLoader(
         data.arrays(X, Y),
         len(X) // STEPS_PER_EPOCH,
@@ -91,6 +131,8 @@ def train(train_with, kind: str, stop: int | None = None, **fit) -> str | None:
         transform=None if sampler is not None else transform,
         prefetch=0 if kind == "step" else 2,
     )
+    if kind == "batches":
+        loader = Batches()
     try:
         return train_with(loader, [Change(transform, kind, stop)], fit)
     except Stopped:
@@ -98,7 +140,7 @@ def train(train_with, kind: str, stop: int | None = None, **fit) -> str | None:
 
 
 @pytest.mark.parametrize("train_with", [train_native, train_torch])
-@pytest.mark.parametrize("kind", ["sampler", "epoch", "step"])
+@pytest.mark.parametrize("kind", [*SAMPLERS, "batches", "epoch", "step"])
 @pytest.mark.parametrize("every", [1, None])
 def test_a_stopped_run_continues_with_the_same_weights(every, kind, train_with, tmp_path):
     whole = train(train_with, kind)

@@ -183,16 +183,22 @@ class DataLoader:
         # the length of a data set may go by the epoch
         self._reader.begin_epoch(self.next_epoch)
 
-    def read_again(self, epoch: int, batch: int, join: int = 1) -> Batch:
+    def read_again(
+        self, epoch: int, batch: int, join: int = 1, begin: Callable[[], None] | None = None
+    ) -> Batch:
         """Returns batch number `batch` (from 0) of `epoch`, joined with the `join` - 1 after it.
 
         The next iteration starts where it would have started without this call. Raises ConfigError
         if there is no such batch.
+
+        begin: is called before the sampler receives the epoch and is iterated.
         """
         previous_epoch = self.next_epoch
         previous_first_batch = self._first_batch
         try:
             self.start_at(epoch, batch)
+            if begin is not None:
+                begin()
             self._begin_epoch()
             batches = itertools.islice(self._cut_batches(self._order_samples(epoch), batch), join)
             joined = _join_batches(enumerate(batches, batch), join)

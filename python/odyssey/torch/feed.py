@@ -76,23 +76,19 @@ class ModuleFeed(BatchFeed):
         self.shards.coming_sizes = sizes
 
     def batches(self, loader: Any, epoch: int) -> Iterator[datasets.Batch]:
-        def begin() -> None:
-            self.orders.begin(epoch)
-            if self.loader_state is None:
-                self.capture.begin_epoch(epoch)
-            begin_epoch(loader, epoch, self.seed)
-
-        started = self.started(loader, begin)
+        started = self.started(loader, lambda: self.begin_epoch(loader, epoch))
         return batches(loader, epoch, self.seed, self.accumulation_steps, started=started)
+
+    def begin_epoch(self, loader: Any, epoch: int) -> None:
+        self.orders.begin(epoch)
+        super().begin_epoch(loader, epoch)
+        begin_epoch(loader, epoch, self.seed)
 
     def as_batch(self, item: Any) -> datasets.Batch:
         if isinstance(item, datasets.Batch):
             return item
         items = batch_of(item, (tuple, list, dict))
         return next(batches(items, epoch=0, seed=self.seed, steps=1, started=items))
-
-    def end_skip(self) -> None:
-        self.capture.end_skip()
 
     def order_states(self) -> dict[str, np.ndarray]:
         return self.orders.now()

@@ -49,7 +49,7 @@ class BatchFeed:
         mode: how ranks take steps; has their communicator.
         accumulation_steps: batches of a loader that make one step.
         seed: of the random numbers that loaders draw from the generators of the process.
-        capture: of what samplers remember; None: samplers remember nothing.
+        capture: of what samplers and loaders remember.
 
     Attributes:
         configuration: of the data of the last fit(), to compare with a checkpoint's.
@@ -60,9 +60,7 @@ class BatchFeed:
 
     process_generators: dict[str, ProcessGenerator] = PROCESS_GENERATORS
 
-    def __init__(
-        self, mode: Mode, accumulation_steps: int, seed: int, capture: Capture | None = None
-    ) -> None:
+    def __init__(self, mode: Mode, accumulation_steps: int, seed: int, capture: Capture) -> None:
         self.seed = seed
         self.is_reading = False
         self.capture = capture
@@ -95,10 +93,7 @@ class BatchFeed:
     def batches(self, loader: Any, epoch: int) -> Iterable[datasets.Batch]:
         """The batches of an epoch, from its first or from where the loader was told to start."""
 
-        def begin() -> None:
-            random_scopes.seed_all(random_scopes.number_of(self.seed, "epoch", epoch))
-
-        return batches_of(self.started(loader, begin))
+        return batches_of(self.started(loader, lambda: self.begin_epoch(loader, epoch)))
 
     def as_batch(self, item: Any) -> datasets.Batch:
         """Returns what train_step() got as a batch: a batch stays, a pair of arrays becomes one.
@@ -124,12 +119,24 @@ class BatchFeed:
 
     # --- what is the same in all ---
 
-    def started(self, loader: Any, begin: Callable[[], None] | None = None) -> Any:
+    def begin_epoch(self, loader: Any, epoch: int) -> None:
+        """Prepares an epoch of a loader that isn't told where to start, right before its iterator
+        is created.
+        """
+        if self.loader_state is None:
+            self.capture.begin_epoch(epoch)
+        self._seed_order(epoch)
+
+    def _seed_order(self, epoch: int) -> None:
+        """Seeds the generators of the process for a sampler or loader that draws an epoch."""
+        random_scopes.seed_all(random_scopes.number_of(self.seed, "epoch", epoch))
+
+    def started(self, loader: Any, begin: Callable[[], None]) -> Any:
         """Returns an iterable over a loader, which keeps the loader's position if it has one.
 
-        begin: prepares an epoch right before the iterator is created; None: nothing to prepare.
+        begin: prepares an epoch right before the iterator is created.
         """
-        return _Started(loader, begin or _nothing, self._state_of(loader))
+        return _Started(loader, begin, self._state_of(loader))
 
     def _state_of(self, loader: Any) -> LoaderState | None:
         """Returns the position of a loader that is kept; None for other loaders."""
@@ -262,7 +269,7 @@ class BatchFeed:
         with contextlib.ExitStack() as stack:
             if not self.comm.in_threads:
                 stack.enter_context(random_scopes.scope(self.seed, "evaluate"))
-            if is_shared and self.capture is not None:
+            if is_shared:
                 stack.enter_context(self.capture.restored())
                 stack.callback(self.put_order_states, self.order_states())
             if isinstance(loader, datasets.DataLoader):
@@ -297,11 +304,10 @@ class BatchFeed:
         epoch = context.cursor.loader_epoch
         if own_steps(loader):
             part = self.part(training=True)
-            remembers = self.capture is not None and loader.sampler is not None
+            remembers = loader.sampler is not None
             if remembers:
                 self.capture.begin_epoch(epoch, SAMPLER_ROOTS)
-            # for a sampler that draws
-            random_scopes.seed_all(random_scopes.number_of(self.seed, "epoch", epoch))
+            self._seed_order(epoch)
             # the sampler is iterated here, also if the first batches are left out
             steps = loader.steps(pieces=context.pieces, join=self.accumulation_steps, part=part)
             if remembers:
@@ -322,11 +328,8 @@ class BatchFeed:
         for _ in itertools.islice(iterator, count):
             pass
         if count:  # else the epoch starts with what callbacks have set just now
-            self.end_skip()
+            self.capture.end_skip()
         yield from iterator
-
-    def end_skip(self) -> None:
-        """Is called after the batches were skipped that a resumed run has used."""
 
     def restore_state(
         self, snapshot: Snapshot, name: str, context: Context
@@ -355,10 +358,11 @@ class BatchFeed:
         if isinstance(loader, datasets.DataLoader):
             if step * k >= len(loader):
                 return None
-            if self.capture is None or loader.sampler is None:
+            if loader.sampler is None:
                 return loader.read_again(epoch, step * k, k)
-            with self.capture.as_at_start(epoch, SAMPLER_ROOTS):
-                return loader.read_again(epoch, step * k, k)
+            with self.capture.as_at_start(epoch, SAMPLER_ROOTS), random_scopes.reading():
+                # the sampler may draw, as it did when the epoch was read
+                return loader.read_again(epoch, step * k, k, lambda: self._seed_order(epoch))
         if isinstance(loader, Sequence):
             batches: Iterable[datasets.Batch] = self.batches(
                 loader[step * k : (step + 1) * k], epoch
@@ -369,10 +373,6 @@ class BatchFeed:
         else:
             return None
         return next(iter(joined(batches, k)), None)
-
-
-def _nothing() -> None:
-    """Prepares nothing."""
 
 
 class _Started:
