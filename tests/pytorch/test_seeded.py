@@ -18,7 +18,9 @@ if (
     pytest.skip("torch is not installed (extra [torch])", allow_module_level=True)
 
 import torch
+from pytorch.worker_data import Scaled, set_factor, set_generator
 
+from odyssey.errors import DataError
 from odyssey.torch import DataLoader
 from odyssey.torch.shards import seed_of
 
@@ -163,3 +165,19 @@ def test_tables_are_read_as_they_would_be_collated():
                             and one.stride() == two.stride()
                         )
                         assert type(a.dataset.shards[s]) is type(shard)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_a_worker_init_fn_changes_the_data_set_of_the_user(context):
+    loader = DataLoader(
+        Scaled(), 4, num_workers=1, worker_init_fn=set_factor, multiprocessing_context=context
+    )
+    read = [batch.dataset.shard(0, 4)[0][:, 0].tolist() for batch in loader]
+    assert read == [[0.0, 3.0, 6.0, 9.0], [12.0, 15.0, 18.0, 21.0]]
+
+
+def test_a_generator_for_each_worker_raises_an_error():
+    loader = DataLoader(Scaled(), 4, num_workers=2, worker_init_fn=set_generator)
+    with pytest.raises(DataError, match="^.data. worker_init_fn gives the data set") as caught:
+        list(loader)
+    assert "\n" not in str(caught.value)

@@ -28,7 +28,14 @@ from ..data.reader import SampleTrial
 from ..errors import ConfigError, DataError, check_integer
 from ..parallel import plan
 from ..train import check_batches, check_sampler
-from .seeded import SamplesOfShard, Seeded, SeededCollate, TensorRows
+from .seeded import (
+    GENERATOR_OF_WORKER,
+    SamplesOfShard,
+    Seeded,
+    SeededCollate,
+    TensorRows,
+    WorkerStart,
+)
 from .shard_draws import generator
 from .shards import Share
 from .worker_seeds import seed_kept_workers
@@ -207,6 +214,8 @@ class DataLoader(own.DataLoader):
         # With a generator of its own: its base seed would be drawn from the global one, at every
         # epoch.
         options = {"generator": torch.Generator(), **options}
+        if options.get("num_workers"):
+            options["worker_init_fn"] = WorkerStart(options.get("worker_init_fn"))
         samples: Any = Seeded(dataset, self.seed)
         self._loader = torch.utils.data.DataLoader(
             samples, batch_sampler=self._shard_order, **options
@@ -283,7 +292,13 @@ class DataLoader(own.DataLoader):
             def read_shard(shard: int, indices: np.ndarray = indices) -> Any:
                 return self._read_shard(epoch, indices[shard * size : (shard + 1) * size])
 
-            local_shards = {shard: next(shards) for shard in run}
+            try:
+                local_shards = {shard: next(shards) for shard in run}
+            except DataError as problem:
+                # PyTorch puts the traceback of the worker before the message.
+                if GENERATOR_OF_WORKER in str(problem):
+                    raise DataError(GENERATOR_OF_WORKER) from None
+                raise
             name = f"batch {number} of epoch {epoch}"
             data = Shared(samples, size, local_shards, read_shard, name)
             yield Batch(data, np.arange(samples), epoch, number, indices)

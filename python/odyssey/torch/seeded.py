@@ -19,9 +19,16 @@ import torch.utils.data
 from ..core import random_scopes
 from ..core.random_scopes import seed_of
 from ..data.sample_scopes import SampleScopes
+from ..errors import DataError
+from .worker_seeds import generators_in
 
 Key = tuple[int, int]  # of a sample: epoch, index
 COLLATE = 1 << 60  # seeds a collate function, in addition to epoch and index
+GENERATOR_OF_WORKER = (
+    "[data] worker_init_fn gives the data set a random number generator of each worker, so a "
+    "sample would depend on the worker that reads it; draw from the global generators of torch, "
+    "numpy or random in the data set instead, which odyssey seeds for each sample"
+)
 
 
 class SamplesOfShard(list):  # type: ignore[type-arg]
@@ -54,6 +61,31 @@ class Seeded(torch.utils.data.Dataset):
         if wanted:
             samples.key = wanted[0]
         return samples
+
+
+class WorkerStart:
+    """Starts a worker process of a `Seeded` data set: get_worker_info() has the user's data set.
+
+    Args:
+        function: the worker_init_fn of the user, or None.
+
+    Raises:
+        DataError: The function gives the data set a generator. Samples would depend on the worker.
+    """
+
+    def __init__(self, function: Callable[[int], None] | None) -> None:
+        self.function = function
+
+    def __call__(self, number: int) -> None:
+        worker: Any = torch.utils.data.get_worker_info()
+        dataset = worker.dataset.dataset
+        object.__setattr__(worker, "dataset", dataset)  # torch lets nobody set it
+        if self.function is None:
+            return
+        known = list(generators_in(dataset))
+        self.function(number)
+        if not all(any(one is other for other in known) for one in generators_in(dataset)):
+            raise DataError(GENERATOR_OF_WORKER)
 
 
 class SeededCollate:

@@ -86,22 +86,22 @@ def _must_start_new(loader: Any) -> bool:
         loader.worker_init_fn is not None
         or isinstance(loader.dataset, torch.utils.data.IterableDataset)
         or not hasattr(loader._iterator, "_shared_seed")
-        or any(_generators_in(loader.dataset, _DEPTH))
-        or any(_generators_in(loader.collate_fn, _DEPTH))
+        or any(generators_in(loader.dataset))
+        or any(generators_in(loader.collate_fn))
     )
 
 
-def _generators_in(value: Any, depth: int) -> Iterator[Any]:
+def generators_in(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
     """Yields the random number generators that an object holds, at most `depth` objects deep."""
     if isinstance(value, KINDS):
         yield value
     elif depth and isinstance(value, (list, tuple)):
         for item in value[:100]:
-            yield from _generators_in(item, depth - 1)
+            yield from generators_in(item, depth - 1)
     elif depth and isinstance(value, dict):
         for item in list(value.values())[:100]:
-            yield from _generators_in(item, depth - 1)
+            yield from generators_in(item, depth - 1)
     elif depth and not isinstance(value, (type, torch.Tensor, np.ndarray)):
         attributes = getattr(value, "__dict__", {})
         for item in list(attributes.values()):
-            yield from _generators_in(item, depth - 1)
+            yield from generators_in(item, depth - 1)
