@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils import data
 
-from odyssey.errors import CheckpointError
+from odyssey.errors import CheckpointError, DataError
 from odyssey.torch import DistributedTrainer
 from odyssey.torch.generators import Orders, generators, set_state, state_of
 
@@ -117,6 +117,16 @@ def test_a_training_that_goes_on_draws_what_it_would_have_drawn(tmp_path, kind, 
     saving = {"epochs": 3, "checkpoint_dir": tmp_path, "checkpoint_every": 1}
     trained(LOADERS[kind], steps=stop, **saving)
     assert trained(LOADERS[kind], **saving) == whole
+
+
+def test_a_sampler_without_a_state_trains_and_does_not_resume(tmp_path):
+    def make(samples) -> data.DataLoader:
+        return data.DataLoader(samples, 8, sampler=Own(shuffled, random.SystemRandom()))
+
+    saving = {"epochs": 3, "checkpoint_dir": tmp_path, "checkpoint_every": 1}
+    trained(make, steps=3, **saving)
+    with pytest.raises(DataError, match="read again, is another"):
+        trained(make, **saving)
 
 
 @pytest.mark.parametrize("size", [40, 20])

@@ -34,6 +34,8 @@ def generators(loader: Any) -> Iterator[tuple[str, Any]]:
             return
         seen.add(id(owner))
         for name, value in getattr(owner, "__dict__", {}).items():
+            if isinstance(value, random.SystemRandom):
+                continue  # it has no state
             if isinstance(value, KINDS) and id(value) not in seen:
                 seen.add(id(value))
                 yield f"{at}{name}", value
