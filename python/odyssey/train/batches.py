@@ -164,7 +164,7 @@ def step_sizes(loader: Any, step: int, join: int, limit: int | None) -> set[int]
         limit: steps that will be taken; None: all of the epoch.
     """
     if isinstance(loader, Sequence):
-        counts = [_count_samples(item) for item in loader[: limit and limit * join]]
+        counts = [count_samples(item) for item in loader[: limit and limit * join]]
         sums = [counts[first : first + join] for first in range(0, len(counts), join)]
         return {sum(group) for group in sums if 0 not in group}
     last = last_step_samples(loader, step, limit)
@@ -189,7 +189,7 @@ def last_step_samples(loader: Any, step: int, limit: int | None) -> int:
     return last if limit is None or limit > full else 0
 
 
-def _count_samples(item: Any) -> int:
+def count_samples(item: Any) -> int:
     """Returns the number of samples of a batch in a list; 0 if it isn't known."""
     try:
         inputs = item if isinstance(item, (datasets.Batch, Mapping)) else item[0]

@@ -19,7 +19,7 @@ from ..core.tensor import layout_of
 from ..engine.engine import Engine
 from ..errors import ConfigError
 from ..parallel.mesh import Mesh
-from . import agreement, first_samples, resume
+from . import agreement, first_samples, resume, validation
 from .batches import (
     batch_of,
     batches_of,
@@ -69,6 +69,7 @@ class BatchFeed:
         self.accumulation_steps = accumulation_steps
         self.configuration: dict[str, Any] = {}
         self.loader_state: LoaderState | None = None
+        self._val_loader: Any = None  # the validation data of the last fit()
         # loaders and data sets whose samples were checked, and whether these draw, by id
         self._checked: dict[int, tuple[weakref.ref[Any], bool | None]] = {}
 
@@ -175,18 +176,35 @@ class BatchFeed:
         self.loader_state = LoaderState(loader, self) if keeps_state else None
         if val_loader is not None:
             check_batches(in_batches(val_loader), "validation data")
-        validation = None if val_loader is None else type(val_loader).__name__
-        length = (context.epochs, context.limit)
-        names = list(context.named())
-        agreement.compare(
-            self.comm, {"length": length, "validation set": validation, "callbacks": names}
-        )
+        has_sizes = val_loader is not None and self.mode.together
+        samples, batches = validation.sizes_of(val_loader) if has_sizes else (None, None)
+        plan = {
+            "length": (context.epochs, context.limit),
+            "validation set": None if val_loader is None else type(val_loader).__name__,
+            "number of samples of the validation set": samples,
+            "number of batches of the validation set": batches,
+            "callbacks": list(context.named()),
+        }
+        agreement.compare(self.comm, plan)
+        self._val_loader = val_loader
         context.batch_size = size
         try:
             context.steps_per_epoch = -(-len(loader) // self.accumulation_steps)
         except TypeError:  # a generator, or torch's loader of an IterableDataset
             context.steps_per_epoch = 0
         return compared_data
+
+    def describe_validation(self, loader: Any) -> dict[str, Any] | None:
+        """Returns what identifies the validation data of this fit() (validation.py), on rank 0.
+
+        None on other ranks, without validation data, and if they are those of the training.
+
+        loader: of the training.
+        """
+        if self._val_loader is None or self._val_loader is loader:
+            return None
+        val_loader = self.loader_of(self._val_loader)
+        return validation.describe(val_loader) if self.comm.rank == 0 else None
 
     def loader_of(self, data: Any) -> Any:
         """Returns what is evaluated: a data set gets a loader, and a loader stays."""

@@ -100,6 +100,11 @@ def check(
         tell(f"{problem}; training continues, but its results can't be repeated")
 
 
+def numbers_of(count: int) -> list[int]:
+    """Returns the numbers of the samples that are read of a data set of `count` samples."""
+    return sorted({count * i // COUNT for i in range(COUNT)} if count else ())
+
+
 def hashes_of(loader: Any, numbers: list[int], epoch: int) -> list[str] | None:
     """Returns hashes of samples of a loader as it reads them in an epoch.
 
@@ -124,8 +129,7 @@ def _examine(loader: Any, name: str, epoch: int) -> _Examination:
     undo = Undo(parts_of_samples(loader))
     examination = _Examination([])
     try:
-        count = len(loader.dataset)
-        examination.numbers = sorted({count * i // COUNT for i in range(COUNT)} if count else ())
+        examination.numbers = numbers_of(len(loader.dataset))
         examination.first = _read(loader, epoch, examination.numbers)
     except Exception:
         undo.put_back()
@@ -231,18 +235,18 @@ def _read(loader: Any, epoch: int, numbers: list[int]) -> _Reading:
     hashes = []
     for number in numbers:
         sample = trial.read(epoch, number)
-        hashes.append(_hash(sample))  # now, because a collate function may change it
+        hashes.append(hash_of_sample(sample))  # now, because a collate function may change it
         samples.append(sample)
     draws = trial.draws
     batch = 0
     try:
-        batch = _hash(trial.collate(samples, epoch, numbers[0]))
+        batch = hash_of_sample(trial.collate(samples, epoch, numbers[0]))
     except Exception:  # samples of several shapes, which training puts into different batches
         batch = 0
     return _Reading(hashes, batch, draws)
 
 
-def _hash(value: Any) -> int:
+def hash_of_sample(value: Any) -> int:
     """Returns a hash of the arrays, numbers, strings and objects of a sample."""
     return hash_of(_describe(value, 0))
 

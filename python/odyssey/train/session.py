@@ -33,7 +33,15 @@ from ..errors import (
     OutputError,
     Stopped,
 )
-from . import agreement, checkpoint_parts, completion, preflight, resume, trained_models
+from . import (
+    agreement,
+    checkpoint_parts,
+    completion,
+    preflight,
+    resume,
+    trained_models,
+    validation,
+)
 from .batches import shares_samples
 from .feed import SAMPLER_ROOTS
 from .resume import RESUME
@@ -87,6 +95,8 @@ class Session:
         # the checkpoint of another directory that this training came from
         self._origin: str | None = None
         self._callback_arrays: dict[str, np.ndarray] = {}  # of what state_dict() of them returns
+        # what identifies the validation data, on rank 0
+        self._validation: dict[str, Any] | None = None
         if not isinstance(saving.resume, (str, os.PathLike)):
             raise ConfigError(
                 f"[checkpoint] resume is {saving.resume!r}; give 'auto', 'never', 'weights' or "
@@ -159,10 +169,13 @@ class Session:
                 self._restore_snapshot(snapshot, name)
             return
         self._claim_directory()
+        # before values of a checkpoint are put into a data set that training shares
+        self._validation = self.trainer.feed.describe_validation(self.loader)
         snapshot, name = self._share_snapshot(self._find_start)
         if snapshot is not None:
             self._restore_snapshot(snapshot, name)
             self._check_data(snapshot, name)
+            self._compare_validation(snapshot, name)
             self.trainer.say(
                 f"resumed from {name}: step {snapshot.step}, epoch "
                 f"{self.context.cursor.epoch + 1}, {self.context.cursor.samples:,} samples done"
@@ -474,6 +487,18 @@ class Session:
             rank_matches,
             "files changed, or the data set does not repeat itself",
         )
+
+    def _compare_validation(self, snapshot: Snapshot, name: str) -> None:
+        """Reports validation data that aren't those of the checkpoint."""
+        if self._validation is None or self.saving.nondeterministic:
+            return
+        saved = snapshot.values.get("validation")
+        if difference := validation.difference(saved, self._validation):
+            self.trainer.say(
+                f"[resume] the validation data aren't those that {name} was made with "
+                f"({difference}); from here on test metrics, and what callbacks do with them, may "
+                "differ from those of a run without a stop"
+            )
 
     def _check_samples(self, snapshot: Snapshot, name: str) -> None:
         """Compares the first samples of the last batch before a checkpoint, if it has their hashes.
@@ -878,6 +903,8 @@ class Session:
             optional_values["last batch"] = last
         if self.saving.nondeterministic:
             optional_values["nondeterministic data"] = True
+        if self._validation is not None:
+            optional_values["validation"] = self._validation
         callbacks = self.context.named()
         self._callback_arrays = {}
         if callbacks:
