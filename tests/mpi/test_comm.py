@@ -127,7 +127,8 @@ def test_ranks_that_differ_are_refused_by_name(launch):
         (
             "augmented",
             65,
-            "[data] at step 1 sample 0 of Augmented is not on rank 1 what it is on rank 0: ",
+            "[data] sample 0 of the training data has other values when it is read again: it draws "
+            "from __main__:Augmented.draw",
         ),
     ],
 )

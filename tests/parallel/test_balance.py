@@ -123,7 +123,8 @@ def test_any_assignment_has_the_bits_and_the_order_of_one_process(tmp_path, rank
         assert got == one
     mock.run(ranks, trained, tmp_path / "again", {**settings, "rebalance": True}, 6)
     for *got, seen in mock.run(2, trained, tmp_path / "again", {**alone, "rebalance": True}):
-        assert got == list(one[:3]) and seen == one[3][6:]
+        # the trainer's attribute take_step has the list, so a checkpoint has it too
+        assert got == list(one[:3]) and seen == one[3]
 
 
 def test_ranks_agree_and_move_shards_from_who_is_slow(monkeypatch):

@@ -8,7 +8,7 @@ from odyssey.data.datasets import DATASETS, ArrayDataset, arrays, load
 from odyssey.data.idx import read_idx
 from odyssey.data.loader import DataLoader, Part, Pieces
 from odyssey.data.nested import leaves, mapped
-from odyssey.data.reader import Batch
+from odyssey.data.reader import Batch, SampleTrial
 from odyssey.data.sampler import DistributedSampler, permutation
 from odyssey.data.sources import (
     ImageFolder,
@@ -33,6 +33,7 @@ __all__ = [
     "ImageFolder",
     "Part",
     "Pieces",
+    "SampleTrial",
     "Vocabulary",
     "arrays",
     "columns",

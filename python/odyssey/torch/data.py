@@ -23,8 +23,7 @@ from ..capture import edges_of_object, register_edges
 from ..comm import Communicator
 from ..core import random_scopes
 from ..core.random_scopes import seed_of
-from ..data import ArrayDataset, Batch, Part, Pieces, leaves, mapped
-from ..data.reader import SampleTrial
+from ..data import ArrayDataset, Batch, Part, Pieces, SampleTrial, leaves, mapped
 from ..errors import ConfigError, DataError, check_integer
 from ..parallel import plan
 from ..train import check_batches, check_sampler
