@@ -503,6 +503,53 @@ def test_a_resumed_run_has_the_same_average(first, second, stop, kind, tmp_path)
         assert_same(average, expected)
 
 
+class Ramped(EMA):
+    """Changes its own decay after each step."""
+
+    def on_step_end(self, context: Context) -> None:
+        super().on_step_end(context)
+        self.decay = min(0.99, self.decay + 0.02)
+
+
+class Retuned(Callback):
+    """Changes the settings of the averages at random after each step."""
+
+    def __init__(self, averages: list[Any], seed: int) -> None:
+        self.averages = averages
+        self.seed = seed
+
+    def on_step_end(self, context: Context) -> None:
+        draw = random.Random(f"{self.seed} {context.steps}")
+        for average in self.averages:
+            names = sorted({"decay", "warmup", "every", "start_epoch"} & {*vars(average)})
+            choices = {"decay": (0.3, 0.6), "warmup": (False, True, 4)}
+            name = draw.choice(names)
+            setattr(average, name, draw.choice(choices.get(name, (1, 2))))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_settings_that_change_in_a_step_come_back(seed, tmp_path):
+    draw = random.Random(seed)
+
+    def train(stop, folder):
+        averages = [EMA(0.5, evaluate=False), Ramped(0.2, False, evaluate=False)]
+        averages.append(SWA(1, evaluate=False))
+        fit = {"epochs": 3, "verbose": False, "checkpoint_dir": folder}
+        callbacks = [Retuned(averages, seed), *averages, StopAt(stop)]
+        try:
+            make_trainer(None, 4, {}).fit(loader(4), callbacks=callbacks, **fit)
+        except Stopped:
+            return None
+        return averages
+
+    folder = tmp_path / "run"
+    train(draw.randrange(1, 12), folder)
+    for whole, resumed in zip(train(0, tmp_path / "whole"), train(0, folder), strict=True):
+        assert_same(resumed.average, whole.average)
+        for name in ("decay", "warmup", "every", "start_epoch", "updates"):
+            assert getattr(resumed, name, None) == getattr(whole, name, None), name
+
+
 def test_a_complete_run_that_is_started_again_has_its_average(tmp_path):
     def train():
         ema = EMA(decay=0.9)

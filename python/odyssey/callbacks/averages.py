@@ -288,8 +288,6 @@ class EMA(WeightAverage):
         ema.save_weights("averaged.safetensors")
     """
 
-    _not_state = ("decay", "warmup", "every")
-
     def __init__(
         self,
         decay: float = 0.999,
@@ -362,7 +360,7 @@ class SWA(WeightAverage):
         swa.apply(trainer)
     """
 
-    _not_state = ("start_epoch", "every", "_is_counted")
+    _not_state = ("_is_counted",)
     _hint = "; SWA has one after the end of epoch start_epoch"
 
     def __init__(self, start_epoch: int, every: int = 1, *, evaluate: bool = True) -> None:
