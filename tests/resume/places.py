@@ -242,6 +242,73 @@ class Functions(Kind):
         return self.phase(self.rule(self.named(self.kind.scale)))
 
 
+class Rate:
+    """An object whose method counts its calls."""
+
+    step = 1
+
+    def __init__(self, size: float) -> None:
+        self.size = size
+
+    def rate(self) -> float:
+        self.size += self.step
+        return self.size
+
+    def __private(self) -> float:
+        return -self.size
+
+    def choose(self) -> Any:
+        return self.__private
+
+    @classmethod
+    def of_class(cls) -> float:
+        return cls.step
+
+
+class Faster(Rate):
+    step = 3
+
+
+class Methods(Kind):
+    """Methods of other objects of the same class, of classes, and of lists."""
+
+    def __init__(self):
+        self.first, self.second = Rate(1), Rate(2)
+        self.rates = [Rate(3), Rate(4), Faster(5)]
+        self.rule = self.first.rate
+        self.rules = {"a": self.rates[0].rate, "b": [self.second.rate, 1]}
+        self.made = Rate.of_class
+        self.short, self.long = [1], [2]
+        self.push = self.short.append
+        self.late = None
+
+    def change(self, context, rng):
+        some = [self.first, self.second, *self.rates]
+        which = rng.randrange(7)
+        if which == 0:
+            self.rule = rng.choice(some).rate
+        elif which == 1:
+            self.rules["a"] = rng.choice(some).rate
+        elif which == 2:
+            self.rules["b"][0] = rng.choice(some).choose()
+        elif which == 3:
+            self.made = rng.choice([Rate, Faster]).of_class
+        elif which == 4:
+            self.push = rng.choice([self.short, self.long]).append
+        elif which == 5:
+            self.late = rng.choice([None, rng.choice(some).rate])
+        else:
+            self.rules["b"] = [rng.choice(some).rate, rng.randrange(3)]
+        self.push(rng.randrange(5))
+
+    def number(self, context):
+        called = [self.rule, self.rules["a"], self.rules["b"][0], self.made]
+        numbers = [one() for one in called] + [self.late() if self.late else 0]
+        sizes = [one.size for one in (self.first, self.second, *self.rates)]
+        numbers += [sum(self.short), sum(self.long), self.rules["b"][1], *sizes]
+        return sum((n + 1) * number for n, number in enumerate(numbers))
+
+
 class ReplacedLists(Kind):
     """Lists that two places share when the program starts."""
 
@@ -407,6 +474,7 @@ KINDS = (
     OnClasses,
     InEnvironment,
     Functions,
+    Methods,
     ReplacedLists,
     OrderedDicts,
     Tuples,
@@ -448,10 +516,11 @@ def train(
     folder: Any = None,
     stop: int | None = None,
     make: Any = Places,
+    **fit: Any,
 ) -> tuple[str, list[float]]:
     """Trains a program, and returns the hash of the weights and the numbers of all steps.
 
-    make: the class of its callback.
+    make: the class of its callback. fit: further arguments of fit().
     """
     nn.manual_seed(0)
     draw = np.random.default_rng(0)
@@ -460,9 +529,10 @@ def train(
     net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
     trainer = DistributedTrainer(net, optim.SGD(lr=0.1), shard_size=5, threads=1)
     places = make(seed, kinds, stop)
-    saving = {} if folder is None else {"checkpoint_dir": folder, "checkpoint_every": 1}
+    if folder is not None:
+        fit.update(checkpoint_dir=folder, checkpoint_every=1)
     try:
-        trainer.fit(loader, epochs=EPOCHS, callbacks=[places], verbose=False, **saving)
+        trainer.fit(loader, epochs=EPOCHS, callbacks=[places], verbose=False, **fit)
     except errors.Stopped:
         pass
     return trainer.weights_sha256(), places.numbers

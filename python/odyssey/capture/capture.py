@@ -22,7 +22,7 @@ from ..base import registry
 from ..core.fingerprint import hash_of
 from ..errors import CheckpointError, ConfigError
 from . import containers, values
-from .edges import CACHED, Place, edges_of_items, is_function, is_own_file
+from .edges import CACHED, Place, edges_of_items, is_bound, is_function, is_own_file
 from .sharing import Sharing, find_shared, separate, share
 from .walk import (
     LOADER_ROOTS,
@@ -298,7 +298,7 @@ class Capture:
         # what the data set holds, such as the time at which it was opened, is not compared
         picture = self.look({*COMPARED_ROOTS, *SAMPLED_ROOTS})
         return {
-            path: entry.mark
+            path: _code_mark(picture, path, entry.value) if is_bound(entry.value) else entry.mark
             for path, entry in picture.entries.items()
             if entry.root in COMPARED_ROOTS
             and entry.sort not in (OPAQUE, RESOURCE)
@@ -681,7 +681,7 @@ class Capture:
             before = self._built.entries.get(path)
             if self.changed_in_forward(path):
                 continue
-            self._check_function(entry)
+            self._check_function(picture, entry)
             if entry.root not in LOADER_ROOTS:
                 self._check_items(picture, entry, tuples)
             self._check_keys_of_value(entry, kept_ids)
@@ -794,7 +794,9 @@ class Capture:
             return True
         if item.sort == REDUCED:
             return first_path != path and first_path in self._expected.entries
-        if isinstance(item.value, types.MethodType) or function_name(item.value) is not None:
+        if is_bound(item.value):
+            return self._can_put_method(picture, item) or first_path in self._expected.entries
+        if function_name(item.value) is not None:
             return True
         if containers.is_list_or_dict(item) and item.place.can_be_set():
             return True
@@ -856,7 +858,7 @@ class Capture:
                 "number or string what it does"
             )
 
-    def _check_function(self, entry: Entry) -> None:
+    def _check_function(self, picture: Picture, entry: Entry) -> None:
         """Raises ConfigError: a function or class was replaced by one that a resumed run can't
         find.
         """
@@ -864,20 +866,38 @@ class Capture:
         if entry.sort != REFERENCE or entry.root in LOADER_ROOTS or not is_code(entry.value):
             return
         built = _entry_at(self._built, path)
-        if built is None or built.sort != REFERENCE or _is_same_code(built, entry):
+        if built is None or built.sort != REFERENCE:
             return
-        expected = _entry_at(self._expected, path)
-        if expected is not None and _is_same_code(expected, entry):
+        if any(_is_same_code(one, picture, entry) for one in (self._built, self._expected)):
             return
-        if self._start_code.get(path) == entry.mark or function_name(entry.value) is not None:
+        if self._start_code.get(path) == _code_mark(picture, path, entry.value):
             return
-        if isinstance(entry.value, types.MethodType):
-            return  # it is put back as a method of its object
+        if is_bound(entry.value):
+            can_be_put = self._can_put_method(picture, entry)
+        else:
+            can_be_put = function_name(entry.value) is not None and entry.place.can_be_set()
+        if can_be_put:
+            return
         raise ConfigError(
-            f"[capture] {path} holds {entry.mark} where {built.mark} was when fit() began, which "
-            "a checkpoint can't keep. Use a function that a module of the program has under its "
+            f"[capture] {path} holds {_code_mark(picture, path, entry.value)} where "
+            f"{_code_mark(self._built, path, built.value)} was when fit() began, which a "
+            "checkpoint can't keep. Use a function that a module of the program has under its "
             "name, choose it by a number or string, or set it in on_epoch_start"
         )
+
+    def _can_put_method(self, picture: Picture, entry: Entry) -> bool:
+        """Tells whether a resumed run has the object of a bound method, and can put the method to
+        its place.
+        """
+        owner = picture.entries.get(picture.owner_of(entry.path))
+        if owner is None:
+            has_owner = picture.owner_of(entry.path) in self._expected_hosts
+        elif owner.sort == REFERENCE:
+            is_container = containers.is_list_or_dict(owner) and owner.place.can_be_set()
+            has_owner = is_container or is_code(owner.value) or self._is_expected(owner)
+        else:
+            has_owner = owner.path in self._expected.entries or owner.place.can_be_set()
+        return has_owner and entry.place.can_be_set() and method_name(entry.value) is not None
 
     def _new_containers(self, picture: Picture) -> dict[str, list[Any]]:
         """Returns lists and dicts of objects that a step has created: class, keys, and where they
@@ -944,20 +964,17 @@ class Capture:
                 or not entry.place.can_be_set()
             ):
                 continue
-            built = _entry_at(self._built, path)
             if not is_function(entry.value) or self.changed_in_forward(path):
                 continue
             if isinstance(entry.place.holder, type) or entry.place.overrides():
                 continue  # the next epoch sets it (_check_patches)
-            if built is not None and _is_same_code(built, entry):
+            if _is_same_code(self._built, picture, entry):
                 continue
-            owner = f"{path}.__self__"
-            owner = picture.aliases.get(owner, owner)
-            if isinstance(entry.value, types.MethodType):
-                name = entry.value.__name__
-            else:
-                name = function_name(entry.value)
-                owner = ""
+            owner = picture.owner_of(path)
+            holder = picture.entries.get(owner)
+            if holder is not None and holder.sort in (RESOURCE, OPAQUE):
+                continue  # the program has its own
+            name = method_name(entry.value) if owner else function_name(entry.value)
             if name is not None:
                 functions[path] = [name, owner, entry.parent, *_key_of(entry.place)]
         return functions
@@ -1183,7 +1200,7 @@ class Capture:
             earlier_code = _code_in(self._expected)
         self._code_at_epoch_end = None
         self._start_code = {
-            path: describe(value)
+            path: _code_mark(picture, path, value)
             for path, value in _code_in(picture).items()
             if earlier_code.get(path) is not value
         }
@@ -1494,8 +1511,8 @@ class _Restorer:
             function = values.class_called(name)
             if function_name(function) != name:
                 function = None
-        elif (holder := self.entry_at(owner)) is not None:
-            function = bound_method(holder.value, name)
+        elif (holder := self.object_at(owner)) is not None:
+            function = bound_method(holder, name)
         place = self._place_of(path, parent, key)
         if function is not None and place is not None and place.set(function):
             return
@@ -1627,12 +1644,25 @@ def _entry_at(picture: Picture, path: str) -> Entry | None:
     return picture.entries.get(path) or picture.entries.get(picture.aliases.get(path, ""))
 
 
-def _is_same_code(earlier: Entry, later: Entry) -> bool:
-    """Tells whether a function or class is the same; lambdas have equal names."""
-    if earlier.mark != later.mark or type(earlier.value) is not type(later.value):
+def _is_same_code(earlier_picture: Picture, picture: Picture, later: Entry) -> bool:
+    """Tells whether a function or class is that of an earlier picture; lambdas have equal names."""
+    path = later.path
+    earlier = _entry_at(earlier_picture, path)
+    if earlier is None or type(earlier.value) is not type(later.value):
+        return False
+    mark = _code_mark(earlier_picture, path, earlier.value)
+    if mark != _code_mark(picture, path, later.value):
         return False
     code = getattr(earlier.value, "__code__", None)
     return code == getattr(later.value, "__code__", None)
+
+
+def _code_mark(picture: Picture, path: str, value: Any) -> str:
+    """Returns the name of a function or class, and of a bound method also the path at which the
+    program has built its object.
+    """
+    owner = picture.owner_of(path)
+    return f"{describe(value)} of {built_path(owner)}" if owner else describe(value)
 
 
 def _code_in(picture: Picture) -> dict[str, Any]:
@@ -1657,12 +1687,32 @@ def function_name(value: Any) -> str | None:
 
 
 def bound_method(owner: Any, name: str) -> Any:
-    """Returns a method of an object, of its class's own code; None if there is none."""
+    """Returns a method of an object or class, of the code of its class; None if there is none."""
+    classes = owner.__mro__ if isinstance(owner, type) else ()
+    for base in classes:
+        method = vars(base).get(name)
+        if isinstance(method, (classmethod, types.ClassMethodDescriptorType)):
+            return method.__get__(None, owner)
     for base in type(owner).__mro__:
-        function = vars(base).get(name)
-        if isinstance(function, types.FunctionType):
-            return types.MethodType(function, owner)
+        method = vars(base).get(name)
+        if isinstance(method, (types.MethodDescriptorType, types.WrapperDescriptorType)):
+            return method.__get__(owner, type(owner))
+        if isinstance(method, classmethod):
+            return method.__get__(None, type(owner))
+        if is_function(method):
+            return types.MethodType(method, owner)
     return None
+
+
+def method_name(method: Any) -> str | None:
+    """Returns the name under which the class of a bound method's object has the method; None if it
+    doesn't.
+    """
+    owner = method.__self__
+    name = getattr(method, "__name__", "")
+    kinds = (*type(owner).__mro__, *(owner.__mro__ if isinstance(owner, type) else ()))
+    private = [f"_{kind.__name__.lstrip('_')}{name}" for kind in kinds]
+    return next((one for one in (name, *private) if bound_method(owner, one) == method), None)
 
 
 def _integer_keys(value: Any) -> set[int]:

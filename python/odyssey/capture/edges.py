@@ -184,6 +184,12 @@ def is_function(value: Any) -> bool:
     return isinstance(value, _FUNCTIONS)
 
 
+def is_bound(value: Any) -> bool:
+    """Tells whether a value is a method of an object or class."""
+    owner = getattr(value, "__self__", None) if is_function(value) else None
+    return owner is not None and not isinstance(owner, types.ModuleType)
+
+
 # --- whose code it is -------------------------------------------------------------------------
 
 
@@ -487,9 +493,8 @@ def _edges_of_function(function: Any, path: str) -> Iterator[Edge]:
         inner = function.__wrapped__
         yield Edge(f"{path}.__wrapped__", inner, Place("fixed", function, "__wrapped__"))
         return
-    owner = getattr(function, "__self__", None)
-    if owner is not None and not isinstance(owner, types.ModuleType):
-        yield Edge(f"{path}.__self__", owner, Place("fixed", function, "__self__"))
+    if is_bound(function):
+        yield Edge(f"{path}.__self__", function.__self__, Place("fixed", function, "__self__"))
     function = getattr(function, "__func__", function)
     if not isinstance(function, types.FunctionType):
         return

@@ -40,7 +40,7 @@ CLASSES = frozenset(
         "keras.src.utils.tracking.TrackedSet",
     }
 )
-# Resources that hold data of the program. A checkpoint doesn't have them, and the user is told.
+# Objects that hold data of the program. A checkpoint doesn't have them, and the user is told.
 HOLDERS = frozenset(
     {
         "queue.Queue",
@@ -56,6 +56,8 @@ HOLDERS = frozenset(
         "weakref.WeakKeyDictionary",
         "weakref.WeakValueDictionary",
         "_weakrefset.WeakSet",
+        "torch.utils.data.dataloader._BaseDataLoaderIter",
+        "odyssey.train.trainer_base.Trainer",
     }
 )
 # Classes of these packages that are values or hold state all the same.
@@ -86,7 +88,7 @@ def is_resource(value: Any) -> bool:
 
 
 def is_holder(value: Any) -> bool:
-    """Tells whether a resource holds data of the program that are nowhere else."""
+    """Tells whether a resource or trainer holds data of the program that are nowhere else."""
     kind = type(value)
     if _is_a(kind, "sqlite3.Connection"):
         return _is_in_memory(value)

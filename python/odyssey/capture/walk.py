@@ -43,6 +43,7 @@ from .edges import (
     class_path,
     edges_of,
     edges_of_host,
+    is_bound,
     is_function,
     is_own_class,
     is_value_host,
@@ -112,8 +113,8 @@ class Picture:
             Functions in classes are not among them.
         patches: the names of functions that are hooks, or that an object has in place of a method
             of its class, by path.
-        holders: class names of resources that hold data, such as queues, by path. Those of loaders
-            are not among them.
+        holders: class names of what holds data, such as queues and other trainers, by path. Those
+            of loaders are not among them.
         hosts: objects by path that are not looked into, and may have attributes that are.
     """
 
@@ -132,6 +133,15 @@ class Picture:
             for path, entry in self.entries.items()
             if entry.sort in (VALUE, STATE, REDUCED)
         }
+
+    def owner_of(self, path: str) -> str:
+        """Returns the path of the object of a bound method; "" if no such method is at a path."""
+        first_path = self.aliases.get(path) or path
+        entry = self.entries.get(first_path)
+        if entry is None or entry.sort != REFERENCE or not is_bound(entry.value):
+            return ""
+        owner = f"{first_path}.__self__"
+        return self.aliases.get(owner) or owner
 
     def opaque(self) -> dict[str, str]:
         """Returns the class names of opaque objects by path."""
@@ -153,20 +163,27 @@ def walk(
             it is still held there, even if another place is met first now. If it is only held
             elsewhere, it has that path with MOVED.
     """
-    walker = _Walker(kept, known)
+    walker = _Walker(kept, known, frozenset(map(id, roots.values())))
     for name, root in roots.items():
         if root is not None:
             walker.follow(name, root)
     walker.follow_moved()
-    return walker.picture
+    picture = walker.picture
+    for path, name in picture.patches.items():
+        if owner := picture.owner_of(path):
+            picture.patches[path] = f"{name} of {built_path(owner)}"
+    return picture
 
 
 class _Walker:
     """One walk."""
 
-    def __init__(self, kept: Container[int], known: Mapping[int, str]) -> None:
+    def __init__(
+        self, kept: Container[int], known: Mapping[int, str], roots: Container[int]
+    ) -> None:
         self.kept = kept
         self.known = known
+        self.roots = roots  # their ids
         # known objects at other paths, with the names of their roots
         self.moved: list[tuple[Edge, str, str]] = []
         self.picture = Picture()
@@ -271,20 +288,28 @@ class _Walker:
             self.note(Edge(edge.path, None, place), parent, RESOURCE, describe(value))
             if not isinstance(value, BaseException) and is_own_class(type(value)):
                 self.add_host(edge.path, value)
-            if is_holder(value) and self.root not in LOADER_ROOTS:
-                self.picture.holders[edge.path] = describe(value)
+            self.note_holder(edge)
         elif values.is_opaque(value):
             self.note(edge, parent, OPAQUE, describe(value))
         elif _is_object_with_edges(value):
             self.note(edge, parent, REFERENCE, describe(value))
             self.waiting.append((edge.path, value, edges_of))
-            if is_holder(value) and self.root not in LOADER_ROOTS:  # a cache of a function
-                self.picture.holders[edge.path] = describe(value)
+            self.note_holder(edge)
             if isinstance(value, type) and issubclass(value, enum.Enum):
                 self.add_members(value.__members__.values())
             self.meet_state_dict(edge)
         else:
             self.meet_reduced(edge, parent)
+
+    def note_holder(self, edge: Edge) -> None:
+        """Notes what holds data that checkpoints don't have, such as a queue, the cache of a
+        function, or another trainer.
+        """
+        if self.root in LOADER_ROOTS or id(edge.value) in self.roots or not is_holder(edge.value):
+            return
+        is_trainer = hasattr(type(edge.value), "save_checkpoint")
+        remark = "; save it with its own save_checkpoint()" if is_trainer else ""
+        self.picture.holders[edge.path] = describe(edge.value) + remark
 
     def add_members(self, members: Iterable[Any]) -> None:
         """Has the attributes of members of the user's own enums looked into."""
