@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import random
 from typing import Any
 
 import numpy as np
@@ -362,6 +363,80 @@ def gradients_of_a_callback(folder):
     return Program(Net(), callbacks=[AtSteps(nudge, shift=shift, optimizer=optimizer)])
 
 
+class Trained(callbacks.Callback):
+    """Tensors that optimizers train, in lists, tuples and dicts, and changes of these at random."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        draw = random.Random(seed)
+        self.row = [self.tensor(draw), 2.0, [self.tensor(draw)]]
+        self.pair = (self.tensor(draw), self.tensor(draw), 0.5)
+        self.table = {"a": self.tensor(draw), "b": {"c": [self.tensor(draw)]}}
+        self.alone = self.row[0]
+        self.late = None
+        hidden = self.tensor(draw)
+        some = [*self.row[::2], *self.pair[:2], self.table["a"], *self.table["b"]["c"], hidden]
+        self.all = [*some[:1], *some[1], *some[2:]]
+        kind = draw.choice([torch.optim.SGD, torch.optim.Adam])
+        optimizer = kind(self.all, lr=0.05)
+        self.optimizers = {"first": optimizer, "second": torch.optim.SGD([hidden], lr=0.1)}
+        if draw.random() < 0.5:
+            del self.all  # only the optimizer has all of them
+
+    def tensor(self, draw: random.Random) -> torch.Tensor:
+        tensor = torch.zeros(3)
+        return nn.Parameter(tensor) if draw.random() < 0.5 else tensor.requires_grad_()
+
+    def on_step_end(self, context: callbacks.Context) -> None:
+        draw = random.Random(f"{self.seed} {context.steps}")
+        optimizer = self.optimizers["first"]
+        trained = [one for one in optimizer.param_groups[0]["params"] if one.requires_grad]
+        bias = context.trainer.module.last.bias
+        for number, one in enumerate(trained):
+            loss = ((one - bias.detach()) * (1 + number) * context.loss).square().sum()
+            loss.backward()  # raises an error if it is not trained any longer
+        which = draw.randrange(6)
+        if which == 0:
+            self.table["a"].requires_grad_(not self.table["a"].requires_grad)
+        elif which == 1:
+            self.pair = (self.pair[1], self.tensor(draw), draw.random())
+        elif which == 2:
+            self.row.append(draw.choice([self.alone, self.table["a"], 1.5]))
+        elif which == 3:
+            self.late = draw.choice([[self.tensor(draw)], {"t": (self.tensor(draw), 1)}, None])
+        elif which == 4:
+            self.row[1] = draw.random()
+        if context.steps % 2:
+            optimizer.step()
+            self.optimizers["second"].step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for one in self.held():
+                bias += 1e-3 * one * (1 + one.requires_grad)
+
+    def held(self) -> list[torch.Tensor]:
+        """Returns all tensors by all ways that lead to them."""
+        some: list[Any] = [self.row, self.pair, list(self.table.values()), self.late, self.alone]
+        tensors = []
+        while some:
+            one = some.pop()
+            if isinstance(one, (list, tuple)):
+                some.extend(one)
+            elif isinstance(one, dict):
+                some.extend(one.values())
+            elif isinstance(one, torch.Tensor):
+                tensors.append(one)
+        return tensors
+
+
+def trained_in_containers(folder):
+    return Program(Net(), callbacks=[Trained(0), Trained(1)])
+
+
+def trained_in_other_containers(folder):
+    return Program(Net(), callbacks=[Trained(2), Trained(3), Trained(4)])
+
+
 def faster(x):
     return 2.0 * x
 
@@ -401,6 +476,8 @@ def switched_functions(folder):
 RIGHT = (
     attributes_of_parameters,
     attributes_of_other_tensors,
+    trained_in_containers,
+    trained_in_other_containers,
     parameters_held_elsewhere,
     slices_of_tensors,
     gradients_of_a_callback,

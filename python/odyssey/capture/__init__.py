@@ -22,8 +22,18 @@ from .edges import (
 from .resources import is_resource
 from .sharing import ARRAYS, Memory, register_memory
 from .undo import Change, Undo
-from .values import Kind, NotAValue, decode, encode, is_value, mark, put_into, register
-from .walk import REFERENCE, Picture, walk
+from .values import (
+    Kind,
+    NotAValue,
+    decode,
+    encode,
+    is_value,
+    mark,
+    put_into,
+    register,
+    register_tracked,
+)
+from .walk import LOADER_ROOTS, REFERENCE, Picture, walk
 
 __all__ = [
     "ARRAYS",
@@ -32,6 +42,7 @@ __all__ = [
     "Change",
     "Edge",
     "Kind",
+    "LOADER_ROOTS",
     "Memory",
     "NotAValue",
     "Picture",
@@ -53,6 +64,7 @@ __all__ = [
     "register_contents",
     "register_edges",
     "register_memory",
+    "register_tracked",
     "register_value_host",
     "register_walkable",
     "walk",

@@ -1072,12 +1072,13 @@ class Capture:
                 saved["values"].items(),
                 key=lambda item: (item[1][0] == STATE, restorer.is_view(item[0])),
             )
+            tuples = saved.get("tuples", ())
             for path, (sort, node, root, parent, *key) in by_sort:
                 if parent in saved["values"]:
                     restorer.picture = self.look()  # the value that has this attribute may be new
                 # the last batch, which is read again, shows whether the data are the same
                 restorer.final = final and root not in LOADER_ROOTS
-                if is_there(root):
+                if is_there(root) and not restorer.is_built_later(parent, tuples):
                     restorer.put(path, sort, node, arrays, parent, key)
             restorer.final = final
             for path in saved["removed"]:
@@ -1176,6 +1177,10 @@ class Capture:
         tuples = saved.get("tuples", {})
         for path, (kind, parts, parent, *key) in tuples.items():
             restorer.put_tuple(path, kind, parts, arrays, parent, key)
+        restorer.picture = self.look()
+        for path, (sort, node, _, parent, *key) in saved["values"].items():
+            if _is_below(path, tuples) and parent in restorer.picture.hosts:
+                restorer.put(path, sort, node, arrays, parent, key)
 
     def finish_restore(self) -> None:
         """Checks functions and classes of objects after a resume, when callbacks have started the
@@ -1392,6 +1397,11 @@ class _Restorer:
         """Tells whether the array or tensor at a path is a part of another one."""
         entry = self.entry_at(path)
         return entry is not None and _is_view(entry.value)
+
+    def is_built_later(self, path: str, tuples: Iterable[str]) -> bool:
+        """Tells whether a tensor is missing because the tuple that holds it is not built yet."""
+        is_missing = self.entry_at(path) is None and path not in self.picture.hosts
+        return self.final and is_missing and _is_below(path, tuples)
 
     def entry_at(self, path: str) -> Entry | None:
         """Returns what the program has at a path of the checkpoint."""

@@ -89,6 +89,23 @@ def register(kind: Kind) -> None:
         _kinds[one] = kind
 
 
+_tracked: dict[type, Callable[[Any], bool]] = {}
+
+
+def register_tracked(kind: type, is_tracked: Callable[[Any], bool]) -> None:
+    """Sets which values of a class other objects may hold, such as an optimizer its parameters.
+
+    In a list, tuple or dict they are written one by one, each into the object that is there.
+    """
+    _tracked[kind] = is_tracked
+
+
+def is_tracked(value: Any) -> bool:
+    """Tells whether other objects may hold a value, so that no new one may take its place."""
+    test = _tracked.get(type(value))
+    return test is not None and test(value)
+
+
 def kind_of(value: Any) -> Kind | None:
     """Returns the kind of a value; None for numbers and strings of JSON, and for other objects."""
     kind = _kinds.get(type(value))

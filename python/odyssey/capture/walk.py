@@ -278,7 +278,7 @@ class _Walker:
             return
         if self.root in SAMPLED_ROOTS and _is_large(value):
             self.note(edge, parent, SAMPLED, sample(value))
-        elif values.is_value(value) and not self.holds_kept(value):
+        elif values.is_value(value) and not self.holds_tracked(value):
             self.note(edge, parent, VALUE, values.mark(value))
             self.add_members([value])
             if is_value_host(type(value)):
@@ -333,17 +333,22 @@ class _Walker:
         if first_path and can_be_set and not is_of_class:
             self.picture.alias_places.setdefault(edge.path, (edge.place, parent))
 
-    def holds_kept(self, value: Any) -> bool:
-        """Tells whether a container holds what checkpoints have in another way.
+    def holds_tracked(self, value: Any) -> bool:
+        """Tells whether a container holds what checkpoints have in another way, or what other
+        objects hold as well.
 
-        For example, recurrent layers of PyTorch have a list of their parameters.
+        For example, recurrent layers of PyTorch have a list of their parameters, and an optimizer
+        may have been created from a list of tensors.
         """
         if not isinstance(value, (list, tuple, dict)):
             return False
         items = value.values() if isinstance(value, dict) else value
         if set(map(type, items)) <= _IMMUTABLE:
             return False
-        return any(id(item) in self.kept or self.holds_kept(item) for item in items)
+        return any(
+            id(item) in self.kept or values.is_tracked(item) or self.holds_tracked(item)
+            for item in items
+        )
 
     def note(self, edge: Edge, parent: str, sort: str, mark: str) -> None:
         path = edge.path

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..capture import (
+    LOADER_ROOTS,
     Edge,
     Kind,
     Memory,
@@ -26,6 +27,7 @@ from ..capture import (
     register_contents,
     register_edges,
     register_memory,
+    register_tracked,
     register_value_host,
 )
 from ..core import fingerprint
@@ -179,13 +181,24 @@ def _window_of_tensor(
     return window.requires_grad_(tensor.requires_grad)
 
 
-def _gradient_of(tensor: torch.Tensor, path: str) -> Iterator[Edge]:
-    """Yields the gradient of a tensor that a callback trains.
+def _edges_of_tensor(tensor: torch.Tensor, path: str) -> Iterator[Edge]:
+    """Yields whether a tensor is trained, and the gradient of one that a callback trains.
 
-    Others, such as those of a loss's own modules, may differ between ranks, and nobody reads them.
+    Other gradients, such as those of a loss's own modules, may differ between ranks, and nobody
+    reads them.
     """
-    if path.startswith("callbacks.") and tensor.requires_grad and tensor.is_leaf:
+    if not tensor.is_leaf or path.partition(".")[0].partition("[")[0] in LOADER_ROOTS:
+        return
+    if tensor.is_floating_point() or tensor.is_complex():
+        place = Place("attribute", tensor, "requires_grad")
+        yield Edge(f"{path}.requires_grad", tensor.requires_grad, place)
+    if path.startswith("callbacks.") and tensor.requires_grad:
         yield Edge(f"{path}.grad", tensor.grad, Place("attribute", tensor, "grad"))
+
+
+def _is_trained(tensor: torch.Tensor) -> bool:
+    """Tells whether an optimizer may have a tensor."""
+    return tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, nn.Parameter))
 
 
 def _edges_of_module(module: nn.Module, path: str) -> Iterator[Edge]:
@@ -212,7 +225,14 @@ def _edges_of_module(module: nn.Module, path: str) -> Iterator[Edge]:
 
 
 def _edges_of_optimizer(optimizer: torch.optim.Optimizer, path: str) -> Iterator[Edge]:
-    """Yields the attributes of an optimizer, without what the trainer shares out over ranks."""
+    """Yields the attributes of an optimizer, without what the trainer shares out over ranks, and
+    the tensors that an optimizer of a callback trains.
+    """
+    groups = enumerate(optimizer.param_groups if path.startswith("callbacks.") else ())
+    for number, group in groups:
+        for position, tensor in enumerate(group["params"]):
+            place = Place("fixed", group["params"], position)
+            yield Edge(f"{path}.param_groups[{number}][{position}]", tensor, place)
     hooks = [name for name in vars(optimizer) if "_hooks" in name]
     yield from _edges_of_hooks(optimizer, path, hooks)
     yield from edges_of_object(optimizer, path, (*_SHARED_OUT, *_WRAPPERS, *hooks))
@@ -257,7 +277,8 @@ for _name, _type, _build in (
             )
         )
         register_memory(_type, Memory(_bounds_of_tensor, _form_of_tensor, _window_of_tensor))
-        register_value_host(_type, _gradient_of)
+        register_value_host(_type, _edges_of_tensor)
+        register_tracked(_type, _is_trained)
 for _kind in (
     Kind(
         "torch generator",
