@@ -233,7 +233,7 @@ class Capture:
         # without values, which may be large and which the program may let go of
         entries = {
             path: entry
-            if entry.sort in (REFERENCE, REDUCED)
+            if entry.sort == REDUCED or _is_object(entry)
             else dataclasses.replace(entry, value=None)
             for path, entry in picture.entries.items()
         }
@@ -256,7 +256,7 @@ class Capture:
         known = {
             id(entry.value): built_path(path)
             for path, entry in picture.entries.items()
-            if entry.sort == REFERENCE
+            if _is_object(entry)
         }
         # an object keeps the path at which the program has built it, wherever a restore puts it
         self._known = {**known, **self._known}
@@ -337,7 +337,12 @@ class Capture:
         self._announce({**picture.holders, **late_hosts})
         created = self._new_containers(picture)
         saved = self._changed_values(picture, arrays, created=created)
-        saved = {path: item for path, item in saved.items() if item[3] not in tuples}
+        in_tuples = {
+            part for _, parts, *_ in tuples.values() for sort, part in parts if sort == "path"
+        }
+        saved = {
+            path: item for path, item in saved.items() if item[3] not in tuples or path in in_tuples
+        }
         holders: dict[str, list[str]] = {}
         for _, _, _, parent, *_ in saved.values():
             holder = picture.entries.get(parent)
@@ -538,7 +543,10 @@ class Capture:
                 continue
             if self._is_of_late_host(entry, picture):
                 continue
-            if self._marks.get(path) == entry.mark and entry.parent not in created:
+            # of a new tensor all attributes count
+            is_new = not {path, entry.parent}.isdisjoint(self._moved_paths)
+            is_new = is_new or entry.parent in created or entry.parent in changed
+            if self._marks.get(path) == entry.mark and not is_new:
                 continue
             if self._is_cache(entry, built_late):
                 continue
@@ -1073,8 +1081,10 @@ class Capture:
                 key=lambda item: (item[1][0] == STATE, restorer.is_view(item[0])),
             )
             tuples = saved.get("tuples", ())
+            restorer.moved = moved_in(saved)
             for path, (sort, node, root, parent, *key) in by_sort:
-                if parent in saved["values"]:
+                if parent in saved["values"] and restorer.has_new:
+                    restorer.has_new = False
                     restorer.picture = self.look()  # the value that has this attribute may be new
                 # the last batch, which is read again, shows whether the data are the same
                 restorer.final = final and root not in LOADER_ROOTS
@@ -1143,9 +1153,9 @@ class Capture:
         self._restore_functions(restorer, saved)
         if not restorer.final:
             return  # on_fit_start may create the others, or add to them
-        moved = {first_path for first_path, *_ in saved["aliases"].values()}
+        moved = moved_in(saved)
         for path, (kind, keys, parent, *key) in saved.get("containers", {}).items():
-            restorer.put_container(path, kind, keys, parent, key, path + MOVED not in moved)
+            restorer.put_container(path, kind, keys, parent, key, path not in moved)
             restorer.picture = self.look()
 
     def _restore_links(
@@ -1309,12 +1319,12 @@ class Capture:
         places = {
             path: (entry.place, entry.value)
             for path, entry in picture.entries.items()
-            if entry.sort in (REFERENCE, REDUCED) and entry.root not in LOADER_ROOTS
+            if (entry.sort == REDUCED or _is_object(entry)) and entry.root not in LOADER_ROOTS
         }
         for path, (place, _) in picture.alias_places.items():
             first_path = picture.aliases[path]
             first = picture.entries.get(first_path)
-            if first is not None and first.sort == REFERENCE and first.root not in LOADER_ROOTS:
+            if first is not None and _is_object(first) and first.root not in LOADER_ROOTS:
                 places[path] = place, first.value
             elif first_path in self._expected.hosts:
                 places[path] = place, self._expected.hosts[first_path]
@@ -1392,6 +1402,8 @@ class _Restorer:
         self.start = picture  # with what the program has built at its place
         self.name = name
         self.final = final
+        self.moved: set[str] = set()  # paths of what is elsewhere at the checkpoint
+        self.has_new = False  # a value that is not in the picture was put somewhere
 
     def is_view(self, path: str) -> bool:
         """Tells whether the array or tensor at a path is a part of another one."""
@@ -1401,7 +1413,7 @@ class _Restorer:
     def is_built_later(self, path: str, tuples: Iterable[str]) -> bool:
         """Tells whether a tensor is missing because the tuple that holds it is not built yet."""
         is_missing = self.entry_at(path) is None and path not in self.picture.hosts
-        return self.final and is_missing and _is_below(path, tuples)
+        return self.final and (is_missing or path in self.moved) and _is_below(path, tuples)
 
     def entry_at(self, path: str) -> Entry | None:
         """Returns what the program has at a path of the checkpoint."""
@@ -1435,11 +1447,13 @@ class _Restorer:
             # the program has let go of an object
             if sort != VALUE or not entry.place.set(values.decode(node, arrays)):
                 raise self.refuse(path, f"it is a {entry.mark} now")
+            self.has_new = True
             return
         value = values.decode(node, arrays)
+        is_elsewhere = path in self.moved and sort == VALUE  # what the program has built here
         # a part of an array may have got its values with the whole
         mark = values.mark(entry.value) if _is_view(entry.value) else entry.mark
-        if values.mark(value) == mark:
+        if values.mark(value) == mark and not is_elsewhere:
             return
         if sort == STATE:
             entry.place.set(value)
@@ -1448,10 +1462,8 @@ class _Restorer:
                 raise self.refuse(path, f"a {type(entry.value).__qualname__} can't be set")
         elif _is_view(entry.value) and entry.place.set(value):
             return  # its memory is that of another object, such as a sample of the data set
-        elif entry.place.kind != "contents" and values.put_into(entry.value, value):
-            return
-        elif not entry.place.set(value):
-            raise self.refuse(path, "nothing holds it that can be changed")
+        elif is_elsewhere or not self._put_into(entry, value):
+            self._set(entry.place, path, value)
 
     def _create(
         self,
@@ -1471,9 +1483,17 @@ class _Restorer:
             if self.final:
                 raise self.refuse(path, "the program has no such object at its first step")
             return
-        value = values.decode(node, arrays)
+        self._set(place, path, values.decode(node, arrays))
+
+    def _put_into(self, entry: Entry, value: Any) -> bool:
+        """Writes a value into the object that is there. Returns False if it can't take it."""
+        return entry.place.kind != "contents" and values.put_into(entry.value, value)
+
+    def _set(self, place: Place, path: str, value: Any) -> None:
+        """Puts a new value to a place."""
         if not place.set(value):
             raise self.refuse(path, "nothing holds it that can be changed")
+        self.has_new = True
 
     def create_item(self, path: str, parent: str, key: Any) -> None:
         """Has a `defaultdict` create an object, as it did before the checkpoint."""
@@ -1675,6 +1695,11 @@ def _code_mark(picture: Picture, path: str, value: Any) -> str:
     return f"{describe(value)} of {built_path(owner)}" if owner else describe(value)
 
 
+def _is_object(entry: Entry) -> bool:
+    """Tells whether it counts which object is there: others may hold it too."""
+    return entry.sort == REFERENCE or (entry.sort == VALUE and values.is_tracked(entry.value))
+
+
 def _code_in(picture: Picture) -> dict[str, Any]:
     """Returns the functions and classes of a picture by all of their paths."""
     code = {
@@ -1816,6 +1841,12 @@ def _without_new_containers(saved: Mapping[str, Any]) -> dict[str, Any]:
     held = {path: item for path, item in saved["values"].items() if item[3] not in created}
     aliases = {path: item for path, item in saved["aliases"].items() if item[1] not in created}
     return {**saved, "values": held, "aliases": aliases}
+
+
+def moved_in(saved: Mapping[str, Any]) -> set[str]:
+    """Returns the paths of what the program has built and was elsewhere at a checkpoint."""
+    elsewhere = (*saved["values"], *(first_path for first_path, *_ in saved["aliases"].values()))
+    return {built_path(path) for path in elsewhere if path.endswith(MOVED)}
 
 
 def _is_below(path: str, owners: Iterable[str]) -> bool:

@@ -97,6 +97,8 @@ def parts_of(
             if path not in picture.hosts:
                 return None
             parts.append(["path", path])
+        elif values.is_tracked(item.value) and is_expected(item):
+            parts.append(["path", path])
         elif path == own_path and item.sort == VALUE:
             parts.append(["value", values.encode(item.value, arrays, own_path)])
         elif item.sort in (RESOURCE, OPAQUE) or (path == own_path and not is_expected(item)):

@@ -56,6 +56,7 @@ _WRAPPERS = (
     "_need_device_dtype_check_for_fused",  # a rank may have no parameter of its own to update
 )
 
+_TRAINED = " trained"  # ends the dtype of a tensor that requires gradients
 _DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 
 
@@ -110,6 +111,19 @@ def _build_tensor(parts: list[Any]) -> torch.Tensor:
         return torch.empty(shape, dtype=wanted)
     tensor = torch.from_numpy(np.array(content)).view(wanted).reshape(shape)
     return torch.empty_strided(shape, rest[0], dtype=wanted).copy_(tensor) if rest else tensor
+
+
+def _parts_with_training(tensor: torch.Tensor) -> list[Any]:
+    """Returns the parts of a tensor. One that is trained has that after its dtype."""
+    dtype, *parts = _parts_of_tensor(tensor)
+    is_trained = type(tensor) is torch.Tensor and _is_trained(tensor)
+    return [dtype + _TRAINED if is_trained else dtype, *parts]
+
+
+def _build_with_training(parts: list[Any]) -> torch.Tensor:
+    dtype, *rest = parts
+    tensor = _build_tensor([dtype.removesuffix(_TRAINED), *rest])
+    return tensor.requires_grad_() if dtype.endswith(_TRAINED) else tensor
 
 
 def _build_parameter(parts: list[Any]) -> nn.Parameter:
@@ -187,12 +201,14 @@ def _edges_of_tensor(tensor: torch.Tensor, path: str) -> Iterator[Edge]:
     Other gradients, such as those of a loss's own modules, may differ between ranks, and nobody
     reads them.
     """
-    if not tensor.is_leaf or path.partition(".")[0].partition("[")[0] in LOADER_ROOTS:
+    if path.endswith(".grad") or not tensor.is_leaf:
+        return
+    if path.partition(".")[0].partition("[")[0] in LOADER_ROOTS:
         return
     if tensor.is_floating_point() or tensor.is_complex():
         place = Place("attribute", tensor, "requires_grad")
         yield Edge(f"{path}.requires_grad", tensor.requires_grad, place)
-    if path.startswith("callbacks.") and tensor.requires_grad:
+    if path.startswith("callbacks.") and (_is_trained(tensor) or tensor.grad is not None):
         yield Edge(f"{path}.grad", tensor.grad, Place("attribute", tensor, "grad"))
 
 
@@ -259,7 +275,7 @@ def _edges_of_scheduler(scheduler: Any, path: str) -> Iterator[Edge]:
 
 
 for _name, _type, _build in (
-    ("tensor", torch.Tensor, _build_tensor),
+    ("tensor", torch.Tensor, _build_with_training),
     ("parameter", nn.Parameter, _build_parameter),
     ("buffer", getattr(nn, "Buffer", None), _build_tensor),
 ):
@@ -268,7 +284,7 @@ for _name, _type, _build in (
             Kind(
                 _name,
                 (_type,),
-                _parts_of_tensor,
+                _parts_with_training,
                 _build,
                 _put_tensor,
                 _mark_tensor,
