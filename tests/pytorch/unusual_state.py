@@ -532,11 +532,38 @@ def lambda_set_at_the_end_of_an_epoch(folder):
     return Program(Net(), callbacks=[Switch()])
 
 
+def nested_tensor(folder):
+    def grow(context, held):
+        held.rows = held.rows * 1.1
+
+    rows = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    return Program(Net(), callbacks=[AtSteps(grow, rows=rows)])
+
+
+def object_of_an_earlier_epoch(folder):
+    """In the second epoch, a resumed run has no meter of the first epoch."""
+
+    class Shift(callbacks.Callback):
+        def __init__(self):
+            self.previous = None
+            self.current = None
+
+        def on_epoch_start(self, context):
+            self.previous, self.current = self.current, Smoothed()
+
+        def on_step_end(self, context):
+            self.current.update(context.steps)
+
+    return Program(Net(), callbacks=[Shift()])
+
+
 # What a resumed run can't do again, and is refused by name.
 REFUSED = {
     lambda_set_at_the_end_of_an_epoch: (
         r"callbacks\.Switch\.rule holds .*<lambda> where .*faster was when fit\(\) began"
     ),
+    nested_tensor: r"AtSteps\.rows was a torch\.Tensor \(nested\) when .* \(nested\) now",
+    object_of_an_earlier_epoch: r"callbacks\.Shift\.previous is a .*Smoothed that was created in",
     hook_added: r"model\.first\._forward_hooks\[0\] was set to .*halve since",
     hook_taken_out: r"model\.first\._forward_hooks\[0\] \(.*halve\) was taken out since",
     hook_of_another_module: r"model\.first\._forward_hooks\[0\] was set to .*halve since",

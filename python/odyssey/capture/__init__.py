@@ -31,6 +31,7 @@ from .values import (
     mark,
     put_into,
     register,
+    register_remark,
     register_tracked,
 )
 from .walk import LOADER_ROOTS, REFERENCE, Picture, walk
@@ -64,6 +65,7 @@ __all__ = [
     "register_contents",
     "register_edges",
     "register_memory",
+    "register_remark",
     "register_tracked",
     "register_value_host",
     "register_walkable",

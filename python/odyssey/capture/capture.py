@@ -132,6 +132,8 @@ class Capture:
         self._start_patches: dict[str, str] | None = None
         # classes of objects that the latest on_epoch_start has created
         self._start_types: dict[str, type] = {}
+        # paths to which it has moved objects of an earlier epoch
+        self._start_moved: set[str] = set()
         # objects and functions by path, from on_epoch_end until the next epoch has started
         self._objects_at_epoch_end: dict[str, Any] | None = None
         self._code_at_epoch_end: dict[str, Any] | None = None
@@ -990,7 +992,8 @@ class Capture:
     def _is_expected(self, entry: Entry) -> bool:
         """Tells whether a resumed run has an object of this class at the same path."""
         if self._in_epoch and self._start_types.get(entry.path) is type(entry.value):
-            return True  # on_epoch_start has created it, and is called again
+            # on_epoch_start has created it and is called again, or an earlier epoch has created it
+            return entry.path not in self._start_moved
         if self._known.get(id(entry.value)) == built_path(entry.path):
             return True
         if entry.path in self._moved_paths:
@@ -1226,11 +1229,14 @@ class Capture:
         if earlier_objects is None:
             earlier_objects = _objects_in(self._expected)
         self._objects_at_epoch_end = None
-        self._start_types = {
-            path: type(value)
+        started = {
+            path: value
             for path, value in _objects_in(picture).items()
             if path not in earlier_objects or earlier_objects[path] is not value
         }
+        self._start_types = {path: type(value) for path, value in started.items()}
+        earlier_ids = set(map(id, earlier_objects.values())) - {*self._known}
+        self._start_moved = {path for path, value in started.items() if id(value) in earlier_ids}
         self._start_transforms = {
             path: mark
             for path, mark in picture.marks().items()

@@ -106,6 +106,20 @@ def is_tracked(value: Any) -> bool:
     return test is not None and test(value)
 
 
+_remarks: dict[type, Callable[[Any], str]] = {}
+
+
+def register_remark(kind: type, remark: Callable[[Any], str]) -> None:
+    """Sets what is special about objects of a class that are no values, for messages."""
+    _remarks[kind] = remark
+
+
+def remark_on(one: Any) -> str:
+    """Returns what is special about an object that is no value, in brackets; "" for nothing."""
+    remark = _remarks[type(one)](one) if type(one) in _remarks else ""
+    return f" ({remark})" if remark else ""
+
+
 def kind_of(value: Any) -> Kind | None:
     """Returns the kind of a value; None for numbers and strings of JSON, and for other objects."""
     kind = _kinds.get(type(value))

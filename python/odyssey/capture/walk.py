@@ -352,6 +352,8 @@ class _Walker:
 
     def note(self, edge: Edge, parent: str, sort: str, mark: str) -> None:
         path = edge.path
+        if sort == OPAQUE:
+            mark += values.remark_on(edge.value)
         if path in self.picture.entries and sort == REFERENCE:
             return  # a compiled module has the path of the module inside
         number = 1

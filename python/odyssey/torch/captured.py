@@ -27,6 +27,7 @@ from ..capture import (
     register_contents,
     register_edges,
     register_memory,
+    register_remark,
     register_tracked,
     register_value_host,
 )
@@ -111,6 +112,15 @@ def _build_tensor(parts: list[Any]) -> torch.Tensor:
         return torch.empty(shape, dtype=wanted)
     tensor = torch.from_numpy(np.array(content)).view(wanted).reshape(shape)
     return torch.empty_strided(shape, rest[0], dtype=wanted).copy_(tensor) if rest else tensor
+
+
+def _remark_on(tensor: torch.Tensor) -> str:
+    """Returns why checkpoints can't have a tensor: "nested" or "mkldnn", for example."""
+    found = (("nested", tensor.is_nested), ("meta", tensor.is_meta))
+    names = [name for name, is_it in (*found, ("quantized", tensor.is_quantized)) if is_it]
+    if tensor.layout is not torch.strided:
+        names.append(str(tensor.layout).removeprefix("torch.").removeprefix("_"))
+    return ", ".join(names)
 
 
 def _parts_with_training(tensor: torch.Tensor) -> list[Any]:
@@ -295,6 +305,7 @@ for _name, _type, _build in (
         register_memory(_type, Memory(_bounds_of_tensor, _form_of_tensor, _window_of_tensor))
         register_value_host(_type, _edges_of_tensor)
         register_tracked(_type, _is_trained)
+        register_remark(_type, _remark_on)
 for _kind in (
     Kind(
         "torch generator",
