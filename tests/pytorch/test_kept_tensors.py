@@ -113,11 +113,14 @@ class WithBuffers(nn.Module):
         self.layers = plain_net()
         self.register_buffer("late", None)
         self.register_buffer("bank", torch.zeros(0, 6))
+        self.register_buffer("early", torch.full((3,), 0.3))
 
     def forward(self, x):
         y = self.layers(x)
         if self.late is not None:
             y = y * self.late
+        if self.early is not None:
+            y = y + self.early
         return y + self.bank.sum()
 
 
@@ -127,6 +130,8 @@ class Grow(callbacks.Callback):
         module.bank = torch.cat([module.bank, torch.full((1, 6), 0.01 * context.steps)])
         if context.steps == 2:
             module.late = torch.ones(3) * 0.7
+        if context.steps == 3:
+            module.early = None
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 5])

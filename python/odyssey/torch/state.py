@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -262,6 +262,7 @@ class ModuleState:
                 "captured": captured,
                 ARITHMETIC: self.shards.arithmetic.state(),
                 "scheduled": self.stepper.scheduled,
+                "empty buffers": self._list_empty_buffers(),
                 "changed": {
                     "clip_norm": self.stepper.clip_norm,
                     "trained": []
@@ -322,6 +323,7 @@ class ModuleState:
         }
         resume.check({**saved, **{key: now[key] for key in libraries}}, now, name)
         self.shards.arithmetic.check_saved(values.get(ARITHMETIC), name, snapshot.step, libraries)
+        self._empty_buffers(values.get("empty buffers", ()))
         tensors = self._weights_of(snapshot, name)
         optimizer = values.get("optimizer")
         self.parts.check_saved(optimizer, name)
@@ -408,6 +410,23 @@ class ModuleState:
                 dtype = host_array(tensor).dtype
                 pairs.append((tensor, resume.tensor(saved, tensor_name, shape, dtype, name)))
         return pairs
+
+    def _list_empty_buffers(self) -> list[str]:
+        """Returns the names of the buffers that are registered as None."""
+        return sorted(
+            plain_name(f"{path}.{attribute}").lstrip(".")
+            for path, part in self.module.named_modules()
+            for attribute, buffer in part._buffers.items()
+            if buffer is None
+        )
+
+    def _empty_buffers(self, names: Iterable[str]) -> None:
+        """Sets buffers to None that a program had set to None."""
+        names = set(names)
+        for path, part in self.module.named_modules():
+            for attribute in part._buffers:
+                if plain_name(f"{path}.{attribute}").lstrip(".") in names:
+                    part._buffers[attribute] = None
 
     def _fill_buffers(self, saved: Mapping[str, Any], name: str) -> None:
         """Makes tensors for buffers that are None, and have a value in a snapshot.
