@@ -381,7 +381,10 @@ def _set_all(paths: list[str], now: Picture, wanted: Picture, copies: Mapping[st
     """Sets the values at some paths to those of a picture, with their copies."""
     for path in paths:
         entry = wanted.entries.get(path)
-        place = (now.entries.get(path) or entry).place
+        current = now.entries.get(path) or entry
+        if current is None:  # of a tensor that has no gradient where forward() is only tried
+            continue
+        place = current.place
         with contextlib.suppress(*_CANNOT_BE_SET):
             if entry is None:
                 place.remove()
