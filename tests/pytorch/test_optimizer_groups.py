@@ -330,7 +330,7 @@ CIRCLE.append(CIRCLE)
         (print, ".note is a builtin_function_or_method"),
         ([1, {"a": (2, object())}], ".note[1].a[1] is a object"),
         (np.array([object()]), ".note is a numpy.ndarray"),
-        (torch.eye(2).to_sparse(), ".note is a torch.Tensor"),
+        (torch.empty(2, device="meta"), ".note is a torch.Tensor"),
         ({torch.ones(2): 1}, " has tensors as keys"),
         (nn.Parameter(torch.ones(2)), " has a parameter that is not the module's"),
         (CIRCLE, " contains itself"),
