@@ -769,7 +769,7 @@ def test_objects_that_exist_come_back_at_other_places(seed, kind):
 
     draw = random.Random(seed + 1000)
     switching, program = build()
-    for _ in range(3):  # a run that is resumed again and again
+    for _ in range(3):  # each turn stops the run and resumes it
         for _ in range(draw.randrange(1, 8)):
             switching.change(draw)
         described = switching.describe()

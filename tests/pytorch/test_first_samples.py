@@ -1,5 +1,5 @@
-"""odyssey.torch.DataLoader: data sets that differ between ranks, or between two readings, are refused
-before the first step.
+"""A data set of odyssey.torch.DataLoader raises an error before the first step if ranks read other
+samples, or if a second reading gives other samples.
 """
 
 from __future__ import annotations

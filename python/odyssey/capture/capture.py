@@ -1681,7 +1681,10 @@ def _entry_at(picture: Picture, path: str) -> Entry | None:
 
 
 def _is_same_code(earlier_picture: Picture, picture: Picture, later: Entry) -> bool:
-    """Tells whether a function or class is that of an earlier picture; lambdas have equal names."""
+    """Tells whether a function or class is the one that an earlier picture has at its path.
+
+    Two lambdas have the same name, so their code is compared as well.
+    """
     path = later.path
     earlier = _entry_at(earlier_picture, path)
     if earlier is None or type(earlier.value) is not type(later.value):

@@ -421,7 +421,7 @@ class SampleTrial:
 
     @property
     def draws(self) -> bool:
-        """True if a sample that was read has drawn from the generators of the process."""
+        """True if reading a sample has drawn random numbers from the generators of the process."""
         return bool(self._reader.scopes.draws)
 
     def begin_epoch(self, epoch: int) -> None:
