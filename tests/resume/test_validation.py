@@ -81,8 +81,7 @@ def trainer_for(kind: str, **options: Any) -> Any:
         nn.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 3))
         return DistributedTrainer(model, optim.SGD(lr=0.1), shard_size=4, **options)
-    import torch
-
+    torch = pytest.importorskip("torch")
     from odyssey.torch import DistributedTrainer as ModuleTrainer
 
     torch.manual_seed(0)
@@ -119,6 +118,9 @@ def test_other_validation_data_at_a_resume_are_reported(kind, tmp_path, capfd):
 
 @pytest.mark.parametrize("kind", ["arrays", "data set", "batches", "torch, subset"])
 def test_validation_data_of_another_length_on_a_rank_raise_an_error(kind):
+    if kind.startswith("torch"):
+        pytest.importorskip("torch")
+
     def train(comm) -> None:
         trainer = trainer_for(kind, comm=comm)
         loader = data.DataLoader(data.arrays(X, Y, classes=3), 20)

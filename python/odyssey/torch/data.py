@@ -22,7 +22,6 @@ from .. import data as own
 from ..capture import edges_of_object, register_edges
 from ..comm import Communicator
 from ..core import random_scopes
-from ..core.random_scopes import seed_of
 from ..data import ArrayDataset, Batch, Part, Pieces, SampleTrial, leaves, mapped
 from ..errors import ConfigError, DataError, check_integer
 from ..parallel import plan
@@ -347,7 +346,7 @@ def begin_epoch(loader: Any, epoch: int, seed: int) -> None:
     """
     with random_scopes.hold_generators():
         random_scopes.seed_all(random_scopes.number_of(seed, "epoch", epoch))
-        generator.manual_seed(seed_of(seed, ORDER, epoch))
+        generator.manual_seed(random_scopes.seed_of(seed, ORDER, epoch))
     # odyssey's own loaders count epochs themselves; others are told.
     if not hasattr(loader, "start_at"):
         for source in (loader, getattr(loader, "sampler", None)):

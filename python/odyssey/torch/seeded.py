@@ -17,7 +17,6 @@ import torch
 import torch.utils.data
 
 from ..core import random_scopes
-from ..core.random_scopes import seed_of
 from ..data.sample_scopes import SampleScopes
 from ..errors import DataError
 from .worker_seeds import generators_in
@@ -101,7 +100,7 @@ class SeededCollate:
     def __call__(self, samples: SamplesOfShard) -> Any:
         """Returns what the function makes of the samples. Afterwards generators are as before."""
         with random_scopes.restored():
-            random_scopes.seed_all(seed_of(self.seed, COLLATE, *samples.key))
+            random_scopes.seed_all(random_scopes.seed_of(self.seed, COLLATE, *samples.key))
             return self.function(list(samples))
 
 

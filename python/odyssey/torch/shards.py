@@ -35,7 +35,6 @@ import torch
 
 from ..comm import Communicator
 from ..core import random_scopes
-from ..core.random_scopes import seed_of
 from ..errors import ConfigError, OdysseyError
 from ..parallel import Reduction, StepOutcome
 from ..parallel import plan as planning
@@ -597,7 +596,7 @@ class Shards:
 
         everything: True if also those that no shard has drawn from are seeded in training.
         """
-        number = seed_of(self.seed, step, shard, train)
+        number = random_scopes.seed_of(self.seed, step, shard, train)
         self.draws.seed(number, everything=everything or not train)
 
     @contextlib.contextmanager
@@ -606,7 +605,9 @@ class Shards:
         after the block.
         """
         with self.draws.watched():
-            self.draws.seed(seed_of(self.seed, step, ALL_SHARDS, train), everything=True)
+            self.draws.seed(
+                random_scopes.seed_of(self.seed, step, ALL_SHARDS, train), everything=True
+            )
             yield
 
     def scope(self, part: Any, *key: int | str) -> contextlib.AbstractContextManager[None]:
