@@ -9,6 +9,7 @@ from odyssey.data.idx import read_idx
 from odyssey.data.loader import DataLoader, Part, Pieces
 from odyssey.data.nested import leaves, mapped
 from odyssey.data.reader import Batch, SampleTrial
+from odyssey.data.sample_scopes import SampleScopes
 from odyssey.data.sampler import DistributedSampler, permutation
 from odyssey.data.sources import (
     ImageFolder,
@@ -33,6 +34,7 @@ __all__ = [
     "ImageFolder",
     "Part",
     "Pieces",
+    "SampleScopes",
     "SampleTrial",
     "Vocabulary",
     "arrays",

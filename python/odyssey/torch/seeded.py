@@ -17,7 +17,7 @@ import torch
 import torch.utils.data
 
 from ..core import random_scopes
-from ..data.sample_scopes import SampleScopes
+from ..data import SampleScopes
 from ..errors import DataError
 from .worker_seeds import generators_in
 

@@ -27,7 +27,7 @@ COUNT = 4  # samples that are read
 _DEEPEST = 8  # objects inside one another that are looked into
 _DRAW = (
     "draw from the global generators of torch, numpy or random instead, which odyssey seeds for "
-    "each sample"
+    "each sample, or from the rng that transform= of odyssey.data.DataLoader gets"
 )
 
 
