@@ -218,6 +218,36 @@ MUTATIONS = (
         "            if path in current and current[path] != digest:\n",
         "            if False:\n",
     ),
+    Mutation(
+        "values at two places become copies",
+        "sharing.py",
+        "    groups = [places for places in spots.values() if len(places) > 1]\n",
+        "    groups = []\n",
+    ),
+    Mutation(
+        "windows on arrays become copies",
+        "sharing.py",
+        "    for spot, (owner_spot, form) in saved.windows.items():\n",
+        "    for spot, (owner_spot, form) in ():\n",
+    ),
+    Mutation(
+        "what was shared at the start stays shared",
+        "sharing.py",
+        "    for group in sharing.groups:\n",
+        "    for group in ():\n",
+    ),
+    Mutation(
+        "dicts keep the order of the start",
+        "containers.py",
+        "    if list(dict.keys(container)) == decoded or ",
+        "    if True or ",
+    ),
+    Mutation(
+        "tuples of other objects are taken for the same",
+        "containers.py",
+        '        parts.append(f"{place} {item.mark}" if item is not None and is_fixed else place)\n',
+        '        parts.append("")\n',
+    ),
 )
 
 

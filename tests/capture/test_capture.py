@@ -7,10 +7,12 @@ from __future__ import annotations
 import collections
 import copy
 import ctypes
+import enum
 import functools
 import io
 import itertools
 import json
+import math
 import mmap
 import multiprocessing
 import queue
@@ -26,6 +28,7 @@ import numpy as np
 import pytest
 from capture import graphs
 
+from odyssey import functional
 from odyssey.capture import Capture
 from odyssey.errors import CheckpointError, ConfigError
 
@@ -333,6 +336,128 @@ def test_iterators_of_itertools_are_kept():
     assert next(again.ids) == 4
 
 
+class Warm:
+    """An object that becomes one of another class."""
+
+    rate = 1.0
+
+    def __init__(self) -> None:
+        self.count = 1
+
+    def become_cool(self) -> None:
+        self.__class__ = Cool
+
+
+class Cool(Warm):
+    """What it becomes."""
+
+    rate = 0.5
+
+
+def test_objects_of_another_class_are_kept():
+    def change(one: Any) -> None:
+        one.count = 5
+        one.become_cool()
+
+    first, again = both(Warm, change)
+    assert type(again) is Cool
+    assert (again.count, again.rate) == (5, 0.5)
+
+    program = Program({"model": Warm()})  # which goes back to its checkpoint
+    saved = program.save()
+    program.roots["model"].become_cool()
+    program.load(saved)
+    assert type(program.roots["model"]) is Warm
+
+
+def test_a_class_that_no_module_has_is_refused():
+    class Local(Warm):
+        pass
+
+    program = Program({"model": Warm()})
+    program.roots["model"].__class__ = Local
+    with pytest.raises(ConfigError, match=r"\[capture\] model is a .*Local now and was a .*Warm"):
+        program.save()
+
+
+@pytest.mark.parametrize("name", ["odyssey", "torch", "functional", "in C", "math"])
+def test_functions_of_libraries_are_kept(name):
+    torch = pytest.importorskip("torch") if name in ("torch", "functional", "in C") else None
+    before, after = {
+        "odyssey": lambda: (functional.tanh, functional.relu),
+        "torch": lambda: (torch.tanh, torch.relu),
+        "functional": lambda: (torch.nn.functional.relu, torch.nn.functional.silu),
+        "in C": lambda: (torch.nn.functional.relu, torch.nn.functional.gelu),
+        "math": lambda: (math.sin, math.cos),
+    }[name]()
+    _, again = both(lambda: holder(act=before), lambda node: setattr(node, "act", after))
+    assert again.act is after
+    _, again = both(lambda: holder(act=None), lambda node: setattr(node, "act", after))
+    assert again.act is after
+
+
+@pytest.mark.parametrize("name", ["os:system", "numpy:load", "builtins:eval", "odyssey.data:load"])
+def test_a_checkpoint_can_not_put_other_functions(name):
+    program = Program({"model": holder(act=math.sin)})
+    program.roots["model"].act = math.cos
+    text, arrays = program.save()
+    assert '"math.cos"' in text
+    again = Program({"model": holder(act=math.sin)})
+    with pytest.raises(CheckpointError, match="it was the function"):
+        again.load((text.replace("math.cos", name.replace(":", ".")), arrays))
+    assert again.roots["model"].act is math.sin
+
+
+def test_a_lambda_where_nothing_was_is_named():
+    program = Program({"model": holder(f=None)})
+    program.roots["model"].f = lambda x: x
+    program.roots["model"].new = functools.partial(graphs.small_value)
+    program.save()
+    assert len(program.lines) == 1
+    assert "model.f (" in program.lines[0]
+    assert "model.new (" in program.lines[0]
+
+
+class Generator(np.random.Generator):
+    """A generator with a method more."""
+
+    def coin(self) -> bool:
+        return self.random() < 0.5
+
+
+class State(np.random.RandomState):
+    """An old generator with a method more."""
+
+
+class Chance(enum.Enum):
+    """A generator that is the value of a member."""
+
+    NOISE = np.random.default_rng(3)
+    BOX = [1]  # noqa: RUF012 (the value of a member)
+
+
+@pytest.mark.parametrize("build", [lambda: Generator(np.random.PCG64(1)), lambda: State(1)])
+def test_generators_of_own_classes_are_kept(build):
+    def change(node: graphs.Node) -> None:
+        node.draw.standard_normal(3)
+
+    first, again = both(lambda: holder(draw=build()), change)
+    assert first.draw.standard_normal() == again.draw.standard_normal()
+    assert first.draw.standard_normal() != build().standard_normal()
+
+
+def test_values_of_enum_members_are_kept():
+    program = Program({"model": holder(chance=Chance.NOISE)})
+    Chance.NOISE.value.random()
+    Chance.BOX.value.append(4)
+    saved = program.save()
+    expected = Chance.NOISE.value.random()
+    Chance.BOX.value.clear()
+    program.load(saved)
+    assert Chance.NOISE.value.random() == expected
+    assert Chance.BOX.value == [1, 4]
+
+
 # --- what is refused ----------------------------------------------------------------------------
 
 
@@ -363,6 +488,16 @@ def _become(name: str, value: Any) -> Any:
             lambda: holder(x=graphs.MyInt(3)),
             lambda node: setattr(node, "x", graphs.MyInt(4)),
             r"model\.x\.<contents> has changed .* from 3 to 4",
+        ),
+        (
+            lambda: holder(x=holder(), ages={}),
+            lambda node: node.ages.update({id(node.x): 3}),
+            r"model\.ages has ids of objects as keys",
+        ),
+        (
+            lambda: holder(x=holder(), seen={"a": set()}),
+            lambda node: node.seen["a"].add(id(node.x)),
+            r"model\.seen has ids of objects as keys",
         ),
         (
             lambda: holder(x=((1, holder()), 1)),

@@ -17,7 +17,7 @@ from odyssey.errors import ConfigError
 PROGRAM = """
 import random, sys
 import numpy as np
-from odyssey import DistributedTrainer, callbacks, comm, data, nn, optim
+from odyssey import DistributedTrainer, Tensor, callbacks, comm, data, nn, optim
 from odyssey.errors import Stopped
 
 stop, folder, kind = int(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -34,6 +34,10 @@ class Draws(callbacks.Callback):
         context.trainer.scale_rate(0.9 + 0.2 * random.random())
         if context.steps == stop:
             context.stop = "the test"
+        layer, noise = nn.Linear(8, 16), nn.Dropout(0.5)(Tensor(np.ones((1, 16), np.float32)))
+        with context.trainer.writing():
+            first = net[0].weight.data
+            first += 0.01 * noise.data.T * layer.weight.data.reshape(first.shape)
 
     def on_epoch_start(self, context):
         context.trainer.clip_norm = 0.1 + float(np.random.rand())

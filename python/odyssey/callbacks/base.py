@@ -76,6 +76,8 @@ class Context:
     kept: set[int] = dataclasses.field(default_factory=set)
     callbacks: Sequence[Callback] = ()
     given: Sequence[Callback] = ()  # those of them that were given to fit()
+    # the classes of these when fit() began, by id
+    first_classes: dict[int, type] = dataclasses.field(default_factory=dict, repr=False)
     loader: Any = None  # as it was given to fit()
     asking: Callback | None = None  # whose event it is, or was
     finisher: Callback | None = None  # who has finished it
@@ -137,7 +139,9 @@ class Context:
         """
         callbacks: dict[str, Callback] = {}
         for callback in self.given:
-            name = type(callback).__name__
+            # a callback may change its class while it runs, and keeps its name
+            first_class = self.first_classes.setdefault(id(callback), type(callback))
+            name = first_class.__name__
             count = sum(earlier_name.partition("-")[0] == name for earlier_name in callbacks)
             callbacks[f"{name}-{count + 1}" if count else name] = callback
         return callbacks

@@ -22,7 +22,15 @@ from ..base import registry
 from ..core.fingerprint import hash_of
 from ..errors import CheckpointError, ConfigError
 from . import containers, values
-from .edges import CACHED, Place, edges_of_items, is_bound, is_function, is_own_file
+from .edges import (
+    CACHED,
+    Place,
+    class_path,
+    edges_of_items,
+    is_bound,
+    is_function,
+    is_own_file,
+)
 from .sharing import Sharing, find_shared, separate, share
 from .walk import (
     LOADER_ROOTS,
@@ -42,6 +50,7 @@ from .walk import (
     describe,
     is_code,
     may_fill_up,
+    own_path_of,
     reduced,
     walk,
 )
@@ -66,6 +75,8 @@ ADVICE = "list it in the class attribute _not_state if the training does not dep
 KEPT_SORTS = (VALUE, STATE, REDUCED)
 GENERATORS = frozenset({"random", "generator", "random state", "seed sequence", "torch generator"})
 _READ_AHEAD_ROOTS = frozenset({"transform", "collate"})  # which loaders call ahead of the steps
+# Modules whose functions a checkpoint may name: they compute, and open no files.
+_ARITHMETIC = ("math.", "odyssey.core.", "torch.nn.functional.", "torch._C._nn.")
 _AT_EPOCH_START = "epoch start "  # starts the names of arrays
 
 
@@ -120,6 +131,8 @@ class Capture:
         # when the latest one started
         self._expected_keys: dict[str, dict[int, Any]] = {}
         self._start_keys: dict[str, dict[int, Any]] = {}
+        # objects and the classes that they had when they were first looked at, by path
+        self._first_classes: dict[str, tuple[Any, type]] = {}
         self._announced: set[str] = set()
         # functions and classes that a resumed run must have when its epoch has started
         self._unchecked_classes: tuple[str, dict[str, str]] | None = None
@@ -157,6 +170,7 @@ class Capture:
         self._expected_hosts = {}
         self._expected_tuples = {}
         self._expected_orders = {}
+        self._first_classes = {}
         self._built = self.look()
         self._marks = self._built.marks()
         self._expect(self._built)
@@ -262,6 +276,14 @@ class Capture:
         }
         # an object keeps the path at which the program has built it, wherever a restore puts it
         self._known = {**known, **self._known}
+        self._first_classes = {
+            **{
+                path: (entry.value, type(entry.value))
+                for path, entry in picture.entries.items()
+                if entry.sort == REFERENCE and not is_code(entry.value)
+            },
+            **self._first_classes,
+        }
         for entry in picture.entries.values():
             if entry.sort == REFERENCE:
                 self._known_objects.setdefault(id(entry.value), entry.value)
@@ -336,7 +358,7 @@ class Capture:
             for entry in picture.entries.values()
             if entry.root not in LOADER_ROOTS and self._is_of_late_host(entry, picture)
         }
-        self._announce({**picture.holders, **late_hosts})
+        self._announce({**picture.holders, **late_hosts, **self._lost_functions(picture)})
         created = self._new_containers(picture)
         saved = self._changed_values(picture, arrays, created=created)
         in_tuples = {
@@ -370,6 +392,7 @@ class Capture:
             "aliases": self._changed_aliases(picture, created),
             "epoch start": epoch_start,
             "functions": self._functions(picture),
+            "changed classes": self._changed_classes(picture),
             "containers": created,
             "tuples": tuples,
             "orders": {
@@ -728,6 +751,7 @@ class Capture:
                 entry.sort == REFERENCE
                 and not self._is_expected(entry)
                 and not is_function(entry.value)
+                and own_path_of(entry.value) is None  # a function that is new here names the class
                 and not self._is_new_item(entry)
                 and not (containers.is_list_or_dict(entry) and entry.place.can_be_set())
                 and (self._has_values(picture, path) or self._is_missed(entry))
@@ -746,11 +770,17 @@ class Capture:
                 f"[capture] {entry.path!r} has a name with surrogates, which checkpoints can't "
                 f"hold; use another name, or {ADVICE}"
             )
-        if entry.sort == VALUE and not kept_ids.isdisjoint(_integer_keys(entry.value)):
-            raise ConfigError(
-                f"[capture] {entry.path} has ids of parameters as keys, which are others in a "
-                f"resumed run; use their names as keys, or {ADVICE}"
-            )
+        if entry.sort != VALUE:
+            return
+        keys = _integer_keys(entry.value)
+        has_changed = self._marks.get(entry.path) != entry.mark
+        if kept_ids.isdisjoint(keys) and not (has_changed and not keys.isdisjoint(self._known)):
+            return
+        holder = "keys" if isinstance(entry.value, dict) else "items"
+        raise ConfigError(
+            f"[capture] {entry.path} has ids of objects as {holder}, which are others in a resumed "
+            f"run; use names or positions, or {ADVICE}"
+        )
 
     def _is_missed(self, entry: Entry) -> bool:
         """Tells whether a resume raises an error because the program has something else at a path.
@@ -882,11 +912,7 @@ class Capture:
             return
         if self._start_code.get(path) == _code_mark(picture, path, entry.value):
             return
-        if is_bound(entry.value):
-            can_be_put = self._can_put_method(picture, entry)
-        else:
-            can_be_put = function_name(entry.value) is not None and entry.place.can_be_set()
-        if can_be_put:
+        if self._can_put_code(picture, entry):
             return
         raise ConfigError(
             f"[capture] {path} holds {_code_mark(picture, path, entry.value)} where "
@@ -894,6 +920,12 @@ class Capture:
             "checkpoint can't keep. Use a function that a module of the program has under its "
             "name, choose it by a number or string, or set it in on_epoch_start"
         )
+
+    def _can_put_code(self, picture: Picture, entry: Entry) -> bool:
+        """Tells whether a resumed run can put a function, method or class to its place."""
+        if is_bound(entry.value):
+            return self._can_put_method(picture, entry)
+        return function_name(entry.value) is not None and entry.place.can_be_set()
 
     def _can_put_method(self, picture: Picture, entry: Entry) -> bool:
         """Tells whether a resumed run has the object of a bound method, and can put the method to
@@ -989,6 +1021,69 @@ class Capture:
                 functions[path] = [name, owner, entry.parent, *_key_of(entry.place)]
         return functions
 
+    def _lost_functions(self, picture: Picture) -> dict[str, str]:
+        """Returns the names of functions that a step has put where nothing was and that a resumed
+        run can't find, such as lambdas, by path.
+        """
+        lost: dict[str, str] = {}
+        known = {**self._built.aliases, **self._expected.aliases}
+        for path, entry in picture.entries.items():
+            if entry.sort != REFERENCE or entry.root in LOADER_ROOTS or path in known:
+                continue
+            if not is_function(entry.value) or ":" in path or "<" in path:
+                continue
+            earlier = (self._built.entries.get(path), self._expected.entries.get(path))
+            was_empty = all(one is None or one.mark == "None" for one in earlier)
+            was_empty = was_empty and entry.parent not in lost
+            is_set_again = self._start_code.get(path) == _code_mark(picture, path, entry.value)
+            if was_empty and not is_set_again and not self.changed_in_forward(path):
+                if not self._can_put_code(picture, entry):
+                    lost[path] = describe(entry.value)
+        return lost
+
+    def _changed_classes(self, picture: Picture) -> dict[str, str]:
+        """Returns the names of the classes of objects that had another one at first, by path.
+
+        Raises ConfigError: a class is one that a resumed run can't find.
+        """
+        changed: dict[str, str] = {}
+        for path, (value, first_class) in self._first_classes.items():
+            entry = picture.entries.get(path)
+            if entry is None or entry.value is not value or type(value) is first_class:
+                continue
+            if entry.root in LOADER_ROOTS or self.changed_in_forward(path):
+                continue
+            if own_path_of(type(value)) is None:
+                raise ConfigError(
+                    f"[capture] {path} is a {describe(value)} now and was a "
+                    f"{values.qualified_name(first_class)} when fit() began; a resumed run can't "
+                    "change its class. Do so before fit() or in on_fit_start, or choose by a "
+                    f"number or string what it does, or {ADVICE}"
+                )
+            changed[path] = values.qualified_name(type(value))
+        return changed
+
+    def _restore_classes(self, restorer: _Restorer, saved: Mapping[str, Any]) -> None:
+        """Gives objects the classes that they had at the checkpoint."""
+        changed = saved.get("changed classes", {})
+        known = {path: entry.value for path, entry in restorer.picture.entries.items()}
+        has_changed = False
+        for path, (value, first_class) in self._first_classes.items():
+            wanted: Any = first_class
+            if path in changed:
+                named = values.class_called(changed[path])
+                wanted = known.get(class_path(named)) if isinstance(named, type) else None
+            if type(value) is wanted:
+                continue
+            if not isinstance(wanted, type):
+                if restorer.final:
+                    raise restorer.refuse(path, f"it was a {changed[path]}, which is missing")
+                continue
+            value.__class__ = wanted
+            has_changed = True
+        if has_changed:
+            restorer.picture = restorer.start = self.look()
+
     def _is_expected(self, entry: Entry) -> bool:
         """Tells whether a resumed run has an object of this class at the same path."""
         if self._in_epoch and self._start_types.get(entry.path) is type(entry.value):
@@ -1074,6 +1169,7 @@ class Capture:
         self._restore_objects()
         shared = Sharing.from_json(saved.get("shared", {"groups": (), "windows": ()}))
         restorer = _Restorer(self._look_apart(shared), name, final)
+        self._restore_classes(restorer, saved)
         self._restore_built(restorer, saved)
         try:
             self._restore_containers(restorer, saved)
@@ -1721,13 +1817,18 @@ def _code_in(picture: Picture) -> dict[str, Any]:
 
 
 def function_name(value: Any) -> str | None:
-    """Returns the qualified name of a user's own function that its module has under this name;
-    None if it is another value.
+    """Returns the qualified name of a function that its module has under this name: of a user's
+    own one, or one that computes with numbers and does nothing else. None if it is another value.
     """
-    if not isinstance(value, types.FunctionType) or not is_own_file(value.__code__.co_filename):
+    if not isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
         return None
-    name = values.qualified_name(value)
-    return name if values.class_called(name) is value else None
+    code = getattr(value, "__code__", None)
+    if code is None or not is_own_file(code.co_filename):
+        is_of_torch = code is None and value.__module__ == "torch"
+        if not (is_of_torch or f"{value.__module__}.".startswith(_ARITHMETIC)):
+            return None
+    names = values.qualified_name(value), f"{value.__module__}.{value.__name__}"
+    return next((name for name in names if values.class_called(name) is value), None)
 
 
 def bound_method(owner: Any, name: str) -> Any:
@@ -1760,12 +1861,13 @@ def method_name(method: Any) -> str | None:
 
 
 def _integer_keys(value: Any) -> set[int]:
-    """Returns the whole numbers that are keys of a dict, and of dicts in it."""
-    if not isinstance(value, dict):
+    """Returns the whole numbers that are keys of a dict or items of a set, also in one of these."""
+    if not isinstance(value, (dict, set, frozenset)):
         return set()
     keys = {key for key in value if type(key) is int}
-    for item in value.values():
-        keys |= _integer_keys(item)
+    if isinstance(value, dict):
+        for item in value.values():
+            keys |= _integer_keys(item)
     return keys
 
 

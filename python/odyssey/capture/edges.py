@@ -252,6 +252,8 @@ _CONTENTS: dict[type, Callable[[Any], Any]] = {
     collections.deque: lambda value: collections.deque(collections.deque.__iter__(value)),
     np.ndarray: lambda value: np.ndarray.view(value, np.ndarray),
     random.Random: lambda value: _contents_of_random(value),
+    np.random.Generator: lambda value: np.random.Generator(value.bit_generator),
+    np.random.RandomState: lambda value: _contents_of_random_state(value),
 }
 
 
@@ -271,6 +273,17 @@ def _contents_of_random(value: random.Random) -> random.Random | None:
     contents = random.Random()
     contents.setstate(random.Random.getstate(value))
     return contents
+
+
+def _contents_of_random_state(value: np.random.RandomState) -> np.random.RandomState:
+    state = value.get_state(legacy=False)
+    contents = np.random.RandomState(getattr(np.random, state["bit_generator"])(0))
+    contents.set_state(state)
+    return contents
+
+
+def _write_generator(target: np.random.Generator, value: np.random.Generator) -> None:
+    values.put_into(np.random.Generator(target.bit_generator), value)
 
 
 def _write_set(target: set, value: set) -> None:
@@ -293,6 +306,8 @@ _WRITERS: dict[type, Callable[[Any, Any], None]] = {
     collections.deque: _write_deque,
     np.ndarray: _write_array,
     random.Random: lambda target, value: random.Random.setstate(target, value.getstate()),
+    np.random.Generator: _write_generator,
+    np.random.RandomState: lambda target, value: target.set_state(value.get_state(legacy=False)),
 }
 
 

@@ -80,10 +80,11 @@ _TYPES = (
 
 def is_resource(value: Any) -> bool:
     """Tells whether an object is never looked into. Functions of odyssey are resources too: it
-    puts some into modules as hooks, on some layouts.
+    puts some into modules as hooks, on some layouts. Those that compute with tensors are not.
     """
     if isinstance(value, types.FunctionType):
-        return value.__module__ is not None and value.__module__.startswith("odyssey.")
+        module = value.__module__ or ""
+        return module.startswith("odyssey.") and not module.startswith("odyssey.core.")
     return not isinstance(value, type) and is_resource_class(type(value))
 
 

@@ -4,6 +4,9 @@ A checkpoint holds each value once for each place, so a restored list or slice w
 example, `self.row = self.table[2]` is a window on `self.table`, and a program that changes the
 table in place reads the change in the row. A place inside a value is written as the path of the
 value and the positions of the items that lead there.
+
+Windows may also lie on memory that no value is the whole of. For example, a program may hold two
+halves of an array and not the array itself. Then a resumed run creates that memory: a block.
 """
 
 from __future__ import annotations
@@ -17,25 +20,31 @@ from . import values
 from .walk import Entry, Picture
 
 Spot = tuple[str, tuple[int, ...]]  # the path of a value, and positions inside it
+BLOCK = "<block>"  # starts the path of a block, which is that of the first value on it
 
 
 class Memory(NamedTuple):
     """How arrays of a class share memory.
 
     Attributes:
+        base: the class of arrays that can share memory with one another.
         bounds: a function of an array that returns the first address of its memory, the one after
             the last, and whether a restored array has its entries in the same order there; None if
             it has no memory to look at.
-        form: a function of (array, owner) that returns how the array lies in the memory of the
-            owner, as JSON has it; None if that can't be told.
+        form: a function of (array, first address, owner) that returns how the array lies in the
+            memory of its owner, as JSON has it; None if that can't be told.
         window: a function of (owner, form, array) that returns an array which lies there, or the
             array itself after it was moved there.
+        block: a function of (array, form) pairs that returns a new owner which has their entries
+            where they are to lie; None if two of them have different values at one place.
         owned: a function of an owner that returns its array; None if it has none now.
     """
 
+    base: type
     bounds: Callable[[Any], tuple[int, int, bool] | None]
-    form: Callable[[Any, Any], Any]
+    form: Callable[[Any, int, Any], Any]
     window: Callable[[Any, Any, Any], Any]
+    block: Callable[[list[tuple[Any, Any]]], Any]
     owned: Callable[[Any], Any] = lambda owner: owner
 
 
@@ -52,8 +61,8 @@ class Sharing(NamedTuple):
 
     Attributes:
         groups: the spots of each object that has several.
-        windows: how an array lies in the memory of another one: the spot or path of that, and a
-            form, by spot.
+        windows: how an array lies in the memory of another one, or on a block: the spot of that,
+            and a form, by spot.
     """
 
     groups: list[list[Spot]]
@@ -134,6 +143,10 @@ class _Span(NamedTuple):
     is_host: bool
     is_in_order: bool
 
+    def holds(self, other: _Span) -> bool:
+        """Tells whether the memory of another array is a part of this array's."""
+        return self.is_in_order and self.first <= other.first and other.end <= self.end
+
 
 def _spans_of(arrays: Iterable[tuple[Spot, Any]], are_hosts: bool) -> Iterator[_Span]:
     for spot, array in arrays:
@@ -148,21 +161,50 @@ def _spans_of(arrays: Iterable[tuple[Spot, Any]], are_hosts: bool) -> Iterator[_
 def _windows_of(
     arrays: Iterable[tuple[Spot, Any]], picture: Picture
 ) -> dict[Spot, tuple[Spot, Any]]:
-    """Returns which arrays lie inside the memory of another array, or of a host."""
+    """Returns which arrays lie inside the memory of another array, of a host, or of a block."""
     hosts = [((path, ()), host) for path, host in picture.hosts.items() if type(host) in _memories]
     spans = [*_spans_of(hosts, True), *_spans_of(arrays, False)]
-    # of spans that start together, the longest comes first, and then that of a host
-    spans.sort(key=lambda span: (span.first, -span.end, not span.is_host))
+    spans.sort(key=lambda span: (span.first, -span.end, not span.is_host, span.spot))
     windows: dict[Spot, tuple[Spot, Any]] = {}
-    owner: _Span | None = None
+    overlapping: list[_Span] = []
+    end = 0
     for span in spans:
-        if owner is None or span.end > owner.end:
-            owner = span if span.is_in_order else owner
-        elif not span.is_host and span.array is not owner.array:
-            form = _memories[type(span.array)].form(span.array, owner.array)
-            if form is not None:
-                windows[span.spot] = owner.spot, form
+        if span.first >= end:
+            windows.update(_windows_among(overlapping))
+            overlapping = []
+        overlapping.append(span)
+        end = max(end, span.end)
+    windows.update(_windows_among(overlapping))
     return windows
+
+
+def _windows_among(spans: list[_Span]) -> dict[Spot, tuple[Spot, Any]]:
+    """Returns which of some overlapping arrays lie in the memory of another one, or on a block."""
+    if len(spans) < 2:
+        return {}
+    whole = [span for span in spans if all(map(span.holds, spans))]
+    owners = sorted(whole or [span for span in spans if span.is_host], key=lambda s: not s.is_host)
+    windows: dict[Spot, tuple[Spot, Any]] = {}
+    if not owners:
+        block = BLOCK + spans[0].spot[0], spans[0].spot[1]
+        for span in spans:
+            form = _form_of(span, spans[0].first, spans[0].array)
+            if form is not None:
+                windows[span.spot] = block, form
+        return windows
+    for span in spans:
+        owner = next((one for one in owners if one.holds(span)), None)
+        if owner is None or span.is_host or span.array is owner.array:
+            continue
+        form = _form_of(span, owner.first, owner.array)
+        if form is not None:
+            windows[span.spot] = owner.spot, form
+    return windows
+
+
+def _form_of(span: _Span, first: int, owner: Any) -> Any:
+    memory = _memories[type(span.array)]
+    return memory.form(span.array, first, owner) if isinstance(owner, memory.base) else None
 
 
 # --- put back ------------------------------------------------------------------------------------
@@ -193,17 +235,27 @@ def separate(picture: Picture, entries: Iterable[Entry], saved: Sharing) -> bool
 
 def share(picture: Picture, saved: Sharing) -> None:
     """Lets values share again what they shared at the checkpoint."""
+    on_blocks: dict[Spot, dict[Spot, Any]] = {}
     for spot, (owner_spot, form) in saved.windows.items():
+        if owner_spot[0].startswith(BLOCK):
+            on_blocks.setdefault(owner_spot, {})[spot] = form
+            continue
         owner = _object_at(picture, owner_spot)
         one = _object_at(picture, spot)
         if owner is None or type(one) not in _memories or type(owner) not in _memories:
             continue
+        memory = _memories[type(one)]
         owner = _memories[type(owner)].owned(owner)
-        if owner is None or _memories[type(one)].form(one, owner) == form:
+        if not isinstance(owner, memory.base):
             continue
-        window = _memories[type(one)].window(owner, form, one)
+        bounds = memory.bounds(owner)
+        if bounds is None or memory.form(one, bounds[0], owner) == form:
+            continue
+        window = memory.window(owner, form, one)
         if window is not None and values.mark(window) == values.mark(one):
             _set_at(picture, spot, window)
+    for forms in on_blocks.values():
+        _put_on_block(picture, forms)
     for group in saved.groups:
         first = _object_at(picture, group[0])
         for spot in group[1:]:
@@ -212,6 +264,23 @@ def share(picture: Picture, saved: Sharing) -> None:
                 continue
             if values.mark(part) == values.mark(first):
                 _set_at(picture, spot, first)
+
+
+def _put_on_block(picture: Picture, forms: Mapping[Spot, Any]) -> None:
+    """Lets arrays lie on one new block of memory."""
+    arrays = {spot: _object_at(picture, spot) for spot in forms}
+    memories = [_memories.get(type(array)) for array in arrays.values()]
+    if None in memories or len({memory.base for memory in memories if memory}) != 1:
+        return
+    memory = memories[0]
+    assert memory is not None
+    owner = memory.block([(array, forms[spot]) for spot, array in arrays.items()])
+    if owner is None:
+        return
+    for spot, array in arrays.items():
+        window = memory.window(owner, forms[spot], array)
+        if window is not None:
+            _set_at(picture, spot, window)
 
 
 def _copy_of(value: Any) -> Any:
@@ -278,19 +347,28 @@ def _bounds_of_array(array: np.ndarray) -> tuple[int, int, bool] | None:
     return first, end, array.flags.c_contiguous
 
 
-def _form_of_array(array: np.ndarray, owner: Any) -> list[Any] | None:
-    if not isinstance(owner, np.ndarray):
-        return None
-    offset = array.ctypes.data - owner.ctypes.data
-    return [offset, list(array.shape), list(array.strides)]
+def _form_of_array(array: np.ndarray, first: int, owner: np.ndarray) -> list[Any]:
+    return [array.ctypes.data - first, list(array.shape), list(array.strides)]
 
 
-def _window_of_array(owner: np.ndarray, form: list[Any], array: np.ndarray) -> np.ndarray | None:
+def _window_of_array(owner: np.ndarray, form: list[Any], array: np.ndarray) -> Any:
     offset, shape, strides = form
     if not owner.flags.c_contiguous or not owner.flags.writeable:
         return None
     return np.ndarray(tuple(shape), array.dtype, owner, offset, tuple(strides))
 
 
-ARRAYS = Memory(_bounds_of_array, _form_of_array, _window_of_array)
+def _block_of_arrays(arrays: list[tuple[np.ndarray, list[Any]]]) -> np.ndarray | None:
+    ends = []
+    for array, (offset, shape, strides) in arrays:
+        spans = [(n - 1) * step for n, step in zip(shape, strides, strict=True) if step > 0]
+        ends.append(offset + sum(spans) + array.itemsize)
+    block = np.zeros(max(ends), np.uint8)
+    windows = [(array, _window_of_array(block, form, array)) for array, form in arrays]
+    for array, window in windows:
+        window[...] = array
+    return block if all(w.tobytes() == a.tobytes() for a, w in windows) else None
+
+
+ARRAYS = Memory(np.ndarray, _bounds_of_array, _form_of_array, _window_of_array, _block_of_arrays)
 register_memory(np.ndarray, ARRAYS)

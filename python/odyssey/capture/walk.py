@@ -312,10 +312,16 @@ class _Walker:
         self.picture.holders[edge.path] = describe(edge.value) + remark
 
     def add_members(self, members: Iterable[Any]) -> None:
-        """Has the attributes of members of the user's own enums looked into."""
+        """Has members of the user's own enums looked into: their attributes, and their values if
+        these can change.
+        """
         for member in members:
             if isinstance(member, enum.Enum) and is_own_class(type(member)):
-                self.add_host(f"{class_path(type(member))}.{member.name}", member)
+                path = f"{class_path(type(member))}.{member.name}"
+                self.add_host(path, member)
+                if not values.is_immutable(member._value_):
+                    place = Place("fixed", member, "_value_")
+                    self.meet(Edge(f"{path}.value", member._value_, place), path)
 
     def add_host(self, path: str, value: Any) -> None:
         """Has the attributes looked into that the user's code has set on an object."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core import setting_versions
+from ..core import random_scopes, setting_versions
 from ..core.arena import Buffer
 from ..core.placement import Device
 from ..core.placement import device as place_of
@@ -50,6 +50,38 @@ def manual_seed(seed: int) -> None:
     executor = current()
     if isinstance(executor, Eager):
         executor.context.seed = seed
+
+
+class _OwnNumbers:
+    """The random numbers of odyssey outside a training step: those of new parameters, and of
+    dropout that is called by itself. Each thread has its own.
+    """
+
+    def mark(self) -> Any:
+        executor = current()
+        if type(executor) is not Eager:  # the numbers of a step are the trainer's
+            return _init.seed, _init.stream, None, 0, 0
+        return _init.seed, _init.stream, executor, executor.context.seed, executor.layer
+
+    def state(self) -> Any:
+        return self.mark()
+
+    def restore(self, state: Any) -> None:
+        _init.seed, _init.stream, executor, seed, layer = state
+        if executor is not None:
+            executor.context.seed = seed
+            executor.layer = layer
+
+    def seed(self, number: int) -> None:
+        _init.seed = number
+        _init.stream = 0
+        executor = current()
+        if type(executor) is Eager:
+            executor.context.seed = number
+            executor.layer = 0
+
+
+random_scopes.add("odyssey", _OwnNumbers())
 
 
 def uniform(shape: tuple[int, ...], bound: float) -> Parameter:

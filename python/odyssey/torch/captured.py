@@ -185,10 +185,10 @@ def _bounds_of_tensor(tensor: torch.Tensor) -> tuple[int, int, bool] | None:
     return tensor.data_ptr(), end, tensor.is_contiguous()
 
 
-def _form_of_tensor(tensor: torch.Tensor, owner: Any) -> list[Any] | None:
-    if not isinstance(owner, torch.Tensor) or owner.dtype != tensor.dtype:
+def _form_of_tensor(tensor: torch.Tensor, first: int, owner: torch.Tensor) -> list[Any] | None:
+    if owner.dtype != tensor.dtype:
         return None
-    offset = (tensor.data_ptr() - owner.data_ptr()) // tensor.element_size()
+    offset = (tensor.data_ptr() - first) // tensor.element_size()
     return [offset, list(tensor.shape), list(tensor.stride())]
 
 
@@ -203,6 +203,27 @@ def _window_of_tensor(
         tensor.data = window
         return tensor
     return window.requires_grad_(tensor.requires_grad)
+
+
+def _block_of_tensors(tensors: list[tuple[torch.Tensor, list[Any]]]) -> torch.Tensor | None:
+    first, _ = tensors[0]
+    ends = []
+    for tensor, (offset, shape, strides) in tensors:
+        if tensor.dtype != first.dtype or tensor.device != first.device:
+            return None
+        spans = [(n - 1) * step for n, step in zip(shape, strides, strict=True)]
+        ends.append(offset + sum(spans) + 1)
+    block = torch.zeros(max(ends), dtype=first.dtype, device=first.device)
+    windows = [(tensor.detach(), block.as_strided(*form[1:], form[0])) for tensor, form in tensors]
+    for tensor, window in windows:
+        window.copy_(tensor)
+    is_same = all(_mark_tensor(tensor) == _mark_tensor(window) for tensor, window in windows)
+    return block if is_same else None
+
+
+_TENSORS = Memory(
+    torch.Tensor, _bounds_of_tensor, _form_of_tensor, _window_of_tensor, _block_of_tensors
+)
 
 
 def _edges_of_tensor(tensor: torch.Tensor, path: str) -> Iterator[Edge]:
@@ -302,7 +323,7 @@ for _name, _type, _build in (
                 is_opaque_else=True,
             )
         )
-        register_memory(_type, Memory(_bounds_of_tensor, _form_of_tensor, _window_of_tensor))
+        register_memory(_type, _TENSORS)
         register_value_host(_type, _edges_of_tensor)
         register_tracked(_type, _is_trained)
         register_remark(_type, _remark_on)
