@@ -162,7 +162,13 @@ def _windows_of(
     arrays: Iterable[tuple[Spot, Any]], picture: Picture
 ) -> dict[Spot, tuple[Spot, Any]]:
     """Returns which arrays lie inside the memory of another array, of a host, or of a block."""
-    hosts = [((path, ()), host) for path, host in picture.hosts.items() if type(host) in _memories]
+    arrays = list(arrays)
+    ids = {id(array) for _, array in arrays}
+    hosts = [
+        ((path, ()), host)
+        for path, host in picture.hosts.items()
+        if type(host) in _memories and id(host) not in ids
+    ]
     spans = [*_spans_of(hosts, True), *_spans_of(arrays, False)]
     spans.sort(key=lambda span: (span.first, -span.end, not span.is_host, span.spot))
     windows: dict[Spot, tuple[Spot, Any]] = {}
