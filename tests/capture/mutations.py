@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-TESTS = ("test_values.py", "test_walk.py", "test_capture.py")
+TESTS = ("test_values.py", "test_walk.py", "test_capture.py", "test_sharing.py")
 
 
 class Mutation(NamedTuple):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -371,3 +372,78 @@ def test_callbacks_of_odysseys_trainer_draw_from_torch():
         trainer.fit(odyssey.data.DataLoader(samples, 6), callbacks=[Draw()], verbose=False)
     assert drawn[:2] == drawn[2:]
     assert drawn[0] != drawn[1]
+
+
+class NoiseInEvaluation(nn.Module):
+    """A module that adds noise to its inputs, in evaluation only."""
+
+    def __init__(self, draw) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.draw = draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x if self.training else x + self.draw())
+
+
+class Counter:
+    """A source of numbers that count its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> float:
+        self.calls += 1
+        return float(self.calls)
+
+
+OWN_SOURCES = {
+    "seeded": lambda: np.random.default_rng(3).random,
+    "without a seed": lambda: lambda: np.random.default_rng().random(),
+    "python": lambda: random.Random(3).random,
+    "torch": lambda: partial(torch.rand, (), generator=torch.Generator().manual_seed(3)),
+    "calls": Counter,
+}
+SCOPED_SOURCES = {
+    "torch": lambda: partial(torch.rand, ()),
+    "numpy": lambda: lambda: float(np.random.rand()),
+    "python": lambda: random.random,
+}
+
+
+@pytest.mark.parametrize("call", ["evaluate", "predict", "fit"])
+@pytest.mark.parametrize("source", OWN_SOURCES)
+def test_forward_that_differs_in_each_evaluation_is_an_error(source, call):
+    trainer = make(NoiseInEvaluation(OWN_SOURCES[source]()), deterministic="error")
+    given = {"evaluate": (BATCHES,), "predict": (X,), "fit": (BATCHES, BATCHES)}[call]
+    with pytest.raises(ConfigError, match="has other results in evaluation"):
+        getattr(trainer, call)(*given)
+
+
+@pytest.mark.parametrize("source", SCOPED_SOURCES)
+def test_forward_may_draw_from_the_process_in_evaluation(source):
+    trainer = make(NoiseInEvaluation(SCOPED_SOURCES[source]()), deterministic="error")
+    assert trainer.evaluate(BATCHES).loss == trainer.evaluate(BATCHES).loss
+    assert torch.equal(trainer.predict(X), trainer.predict(X))
+
+
+@pytest.mark.parametrize("per_sample", [False, True])
+@pytest.mark.parametrize("source", OWN_SOURCES)
+def test_a_metric_that_differs_in_each_call_is_an_error(source, per_sample):
+    draw = OWN_SOURCES[source]()
+
+    def noisy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        value = (output.argmax(1) == target).float() + draw()
+        return value if per_sample else value.mean()
+
+    trainer = make(nn.Linear(4, 3), metrics={"noisy": noisy})
+    with pytest.raises(ConfigError, match="the metric noisy has another value when it is called"):
+        trainer.evaluate(BATCHES)
+
+
+@pytest.mark.parametrize("source", SCOPED_SOURCES)
+def test_a_metric_may_draw_from_the_process(source):
+    draw = SCOPED_SOURCES[source]()
+    trainer = make(nn.Linear(4, 3), metrics={"noisy": lambda output, target: output[:, 0] + draw()})
+    first = trainer.evaluate(BATCHES).metrics["noisy"]
+    assert first == trainer.evaluate(BATCHES).metrics["noisy"]

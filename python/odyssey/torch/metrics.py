@@ -4,6 +4,7 @@ for tensors of torch.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable
@@ -121,9 +122,14 @@ def tensor_of(array: np.ndarray) -> torch.Tensor:
     return tensor.long() if tensor.dtype == torch.int32 else tensor
 
 
-def check_means(metrics: dict[str, Metric], out: Any, y: Any, samples: int) -> None:
-    """Raises ConfigError if a function of the user's is no mean over samples: of this shard, or of
-    samples with random outputs and targets.
+def check(
+    metrics: dict[str, Metric], out: Any, y: Any, samples: int, in_threads: bool = False
+) -> None:
+    """Raises ConfigError if a function of the user's is no mean over samples, or has another value
+    when it is called again: with this shard, or with random outputs and targets.
+
+    in_threads: ranks are threads, which share the generators. So a function that draws may have
+    another value.
 
     A model that predicts one class for all samples has an F1 of 0 in any part of a shard, and so
     has a shard with one class. Random samples have neither.
@@ -137,35 +143,62 @@ def check_means(metrics: dict[str, Metric], out: Any, y: Any, samples: int) -> N
         warnings.simplefilter("ignore")
         for name, function in metrics.items():
             if function not in ours_by_name and getattr(function, "func", None) is not top_k:
-                _check_function(name, function, out, y, samples)
+                _check_function(name, function, out, y, samples, in_threads)
 
 
-def _check_function(name: str, function: Metric, out: Any, y: Any, samples: int) -> None:
-    """Raises ConfigError if a function that returns one number is no mean over samples."""
+def _check_function(
+    name: str, function: Metric, out: Any, y: Any, samples: int, in_threads: bool
+) -> None:
+    """Raises ConfigError if a function is no mean over samples, or doesn't repeat its value."""
     generator = torch.Generator().manual_seed(0)
     trials = [(out, y, samples)]
     for _ in range(RANDOM_TRIALS):
         rows = torch.randint(samples, (RANDOM_SAMPLES,), generator=generator)
         trials.append((*_random_samples(out, y, rows, generator), RANDOM_SAMPLES))
-    for outputs, targets, count in trials:
-        half = count // 2
-        if not half:
-            continue
-        try:
-            metric = copy.deepcopy(function)  # it may count its calls
-            again, *parts = [
-                torch.as_tensor(metric(*_rows((outputs, targets), lo, hi))).float()
-                for lo, hi in ((0, count), (0, count), (0, half), (half, count))
-            ]
-            if not torch.equal(again, parts[0]):
-                return  # it draws random numbers, which are others for each part
-        # what is wrong with it is reported where it is summed
-        except Exception:
+    for trial in trials:
+        if not _check_trial(name, function, *trial, in_threads):
             return
-        if any(part.dim() for part in parts):
-            return
-        value, *halves = map(float, parts)
-        check_mean(name, value, [(halves[0], half), (halves[1], count - half)])
+
+
+def _check_trial(
+    name: str, function: Metric, outputs: Any, targets: Any, samples: int, in_threads: bool
+) -> bool:
+    """Raises ConfigError if a function has another value of the same samples when it is called
+    again, or is no mean over them.
+
+    Returns False if other samples would show no more.
+    """
+
+    def measure(lo: int, hi: int, key: int = 0) -> torch.Tensor:
+        with contextlib.nullcontext() if in_threads else random_scopes.scope(key, "metric"):
+            return torch.as_tensor(metric(*_rows((outputs, targets), lo, hi))).float()
+
+    half = samples // 2
+    if not half:
+        return True
+    try:
+        metric = copy.deepcopy(function)  # it may count its calls
+        again, first, other = [measure(0, samples, key) for key in (0, 0, 1)]
+    except Exception:  # what is wrong with it is reported where it is summed
+        return False
+    if not torch.equal(again, first) and not in_threads:
+        raise ConfigError(
+            f"[train] the metric {name} has another value when it is called again with the same "
+            "outputs and targets, for example because it draws from a generator that it holds, or "
+            "adds up earlier values. How often a rank calls it depends on the layout; use "
+            "odyssey.metrics.Gathered(function), or draw from torch, numpy.random or random, "
+            "which odyssey seeds"
+        )
+    if not (torch.equal(again, first) and torch.equal(first, other)):
+        return False  # it draws random numbers, which are others for each part
+    try:
+        parts = [measure(0, half), measure(half, samples)]
+    except Exception:
+        return False
+    if first.dim() or any(part.dim() for part in parts):
+        return False
+    check_mean(name, float(first), [(float(parts[0]), half), (float(parts[1]), samples - half)])
+    return True
 
 
 def _rows(tree: Any, lo: int, hi: int) -> Any:

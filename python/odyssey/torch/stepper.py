@@ -14,13 +14,14 @@ from torch.utils._pytree import tree_leaves
 
 from .. import data as datasets
 from ..base import slot
+from ..capture import mark
 from ..comm import Communicator
 from ..core import random_scopes
 from ..errors import ConfigError
 from ..nn.utils import global_norm
 from ..parallel import StepOutcome
 from ..settings import Training
-from ..train import Stepper
+from ..train import Stepper, repeats_itself
 from . import huggingface, separable
 from . import metrics as metric_sums
 from .changing import ForwardCheck, ForwardWatch
@@ -97,6 +98,7 @@ class ModuleStepper(Stepper):
         self.comm = comm
         self.say = say
         self._loss_checked = False
+        self._evaluation_checked = False
         self._metrics_checked = False
         self._whole_set: metric_sums.ModuleWholeSet | None = None  # of the open batch
 
@@ -191,6 +193,8 @@ class ModuleStepper(Stepper):
                         self._run_second_pass(joined, x, y, lo, hi, train)
                 if train and self.forward_check.is_due:
                     self._check_forward(x, y, step)
+                if not train:
+                    self._check_evaluation(lambda x=x, y=y: self._results_of(x, y), step)
         if train:
             self.forward_check.is_due = False  # also on a rank without a shard
             self.shards.coming_sizes = set()
@@ -222,18 +226,49 @@ class ModuleStepper(Stepper):
         """Looks at what the shard that was just run has changed; see `ForwardCheck.end`."""
 
         def compute() -> list[Any]:
-            with (
-                torch.no_grad(),
-                self._enter_autocast(),
-                self.shards.drawing(step, train=True),
-                self.shards.norms.unchanged(),
-            ):
-                out, target = self._compute_output(x, y)
-                loss = self._compute_loss(out, target)
-            return [loss, *(leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))]
+            with self.shards.drawing(step, train=True), self.shards.norms.unchanged():
+                return self._results_of(x, y)
 
         # with zero=3 forward() of one rank would wait for the others
         self.forward_check.end(None if self.zero == 3 and self.comm.size > 1 else compute)
+
+    def _results_of(self, x: Any, y: Any) -> list[Any]:
+        """Returns the loss and the outputs of a shard, without gradients."""
+        with torch.no_grad(), self._enter_autocast():
+            out, target = self._compute_output(x, y)
+            loss = self._compute_loss(out, target)
+        return [loss, *_tensors_in(out)]
+
+    def _check_evaluation(self, compute: Callable[[], list[Any]], step: int) -> None:
+        """Checks, in the first evaluation or prediction, that a shard has the same results again.
+
+        compute: returns the results of a shard.
+
+        Raises ConfigError: its results depend on how often forward() was called.
+        """
+        # forward() of one rank would wait for the others, or draw at the same time
+        is_apart = (self.zero == 3 and self.comm.size > 1) or self.comm.in_threads
+        if self._evaluation_checked or is_apart or not self.forward_check.strict:
+            return
+        self._evaluation_checked = True
+
+        def compute_marks() -> list[str]:
+            with self.shards.drawing(step, train=False):
+                return [mark(value) for value in compute()]
+
+        try:
+            with self.forward_check.undone():
+                repeats = repeats_itself(compute_marks, compute_marks())
+        except Exception:  # if it is no accident, the next shard raises it too
+            return
+        if not repeats:
+            raise ConfigError(
+                "[torch] forward() or the loss has other results in evaluation when it computes "
+                "the same samples again, for example because it draws from a generator that it "
+                "holds, or counts its calls. How often a rank calls it depends on the layout; draw "
+                "from torch, numpy.random or random, which odyssey seeds (docs/state.md, what is "
+                "random), or use deterministic='warn'"
+            )
 
     def run_alone(self, x: Any, y: Any, samples: int) -> None:
         """Runs forward and backward of a shard that counts nowhere."""
@@ -271,7 +306,7 @@ class ModuleStepper(Stepper):
         """
         if not lo and not self._metrics_checked:
             self._metrics_checked = True
-            metric_sums.check_means(self.metrics, out, y, samples)
+            metric_sums.check(self.metrics, out, y, samples, self.comm.in_threads)
         if self._whole_set:
             with torch.no_grad():
                 self._whole_set.collect(lo, *huggingface.compared(out, y))
@@ -535,7 +570,13 @@ class ModuleStepper(Stepper):
         with self.shards.phase(), contextlib.closing(shard_ranges):
             for lo, hi in shard_ranges:
                 x, _ = self._read_shard(batch, lo, hi, targets=False)
+                self._check_evaluation(lambda x=x: self._outputs_of(x), number)
                 yield lo, self._predict_shard(x, hi - lo)
+
+    def _outputs_of(self, x: Any) -> list[torch.Tensor]:
+        """Returns the tensors that forward() gives."""
+        with torch.no_grad(), self._enter_autocast():
+            return _tensors_in(self._call_module(x))
 
     def _predict_shard(self, x: Any, samples: int) -> np.ndarray:
         """Returns the outputs (samples, ...) of a shard; bfloat16 becomes float32.
@@ -551,6 +592,10 @@ class ModuleStepper(Stepper):
                 f"({samples}, ...)"
             )
         return host_array(out.float() if out.dtype == torch.bfloat16 else out)
+
+
+def _tensors_in(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 _ONE_SAMPLE = (
