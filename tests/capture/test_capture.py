@@ -435,6 +435,9 @@ class Chance(enum.Enum):
     NOISE = np.random.default_rng(3)
     BOX = [1]  # noqa: RUF012 (the value of a member)
 
+    def __init__(self, _: Any) -> None:
+        self.visits = 0
+
 
 @pytest.mark.parametrize("build", [lambda: Generator(np.random.PCG64(1)), lambda: State(1)])
 def test_generators_of_own_classes_are_kept(build):
@@ -450,12 +453,40 @@ def test_values_of_enum_members_are_kept():
     program = Program({"model": holder(chance=Chance.NOISE)})
     Chance.NOISE.value.random()
     Chance.BOX.value.append(4)
+    Chance.BOX.visits += 3
     saved = program.save()
     expected = Chance.NOISE.value.random()
     Chance.BOX.value.clear()
+    Chance.BOX.visits = 9
     program.load(saved)
+    assert Chance.BOX.visits == 3
     assert Chance.NOISE.value.random() == expected
     assert Chance.BOX.value == [1, 4]
+
+
+def test_weak_references_lead_to_the_same_objects():
+    def build() -> graphs.Node:
+        node = holder(first=holder(x=1), second=holder(x=2), gone=None)
+        node.number, node.strong = weakref.ref(node.first), weakref.ref(node.first)
+        node.now = weakref.ref(node.first)
+        node.others = [weakref.ref(node.second), weakref.ref(node.first)]
+        return node
+
+    def change(node: graphs.Node) -> None:
+        node.now = weakref.ref(node.second)
+        node.others[0] = weakref.ref(node.first)
+        node.others[1] = weakref.ref(holder())
+        node.gone = weakref.ref(node.second)
+        node.number, node.strong = 5, node.second
+
+    first, again = both(build, change)
+    assert first.others[1]() is None
+    assert again.now() is again.second
+    assert again.others[0]() is again.first
+    assert again.others[1]() is None
+    assert again.gone() is again.second
+    assert again.number == 5
+    assert again.strong is again.second
 
 
 # --- what is refused ----------------------------------------------------------------------------

@@ -504,3 +504,26 @@ def test_validation_samples_that_are_made_are_looked_at(made):
         f"[data] at validation batch 3 {number}" in said[0]
         and "is not on rank 1 what it is on rank 0" in said[0]
     )
+
+
+def restarts():
+    """Returns a schedule of restarts that remembers where the last one was."""
+    start, period = 0, 2
+
+    def factor(step: int) -> float:
+        nonlocal start, period
+        if step - start >= period:
+            start, period = step, 2 * period
+        return 1.0 / (1 + step - start)
+
+    return factor
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_schedule_with_a_memory_is_refused_on_any_number_of_ranks(ranks):
+    def train(comm) -> None:
+        model = nn.Sequential(nn.Linear(4, 2))
+        DistributedTrainer(model, optim.SGD(lr=0.1), shard_size=2, schedule=restarts(), comm=comm)
+
+    with pytest.raises(ConfigError, match="returns other factors when it is called again"):
+        mock.run(ranks, train)

@@ -4,6 +4,7 @@ same on any ranks.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 import random
@@ -360,3 +361,103 @@ def test_a_metric_may_draw(draw):
         return (out.argmax(1) == y).float().mean() * float(draw())
 
     train(None, metrics={"noisy": noisy})
+
+
+# --- what backward() changes ----------------------------------------------------------------------
+
+
+class Reverse(torch.autograd.Function):
+    """Scales a gradient by a number of its class."""
+
+    factor = 1.0
+    rises = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if Reverse.rises:
+            Reverse.factor += 0.5
+        return gradient * Reverse.factor
+
+
+class Reversed(nn.Module):
+    """A net with such a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(Reverse.apply(self.first(x)))
+
+
+class Scaler:
+    """A hook that scales by the norm of earlier gradients, or notes it only."""
+
+    def __init__(self, reads: bool) -> None:
+        self.mean = 1.0
+        self.reads = reads
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * float(gradient.norm())
+        return gradient / self.mean if self.reads else gradient
+
+
+def counting_hook(reads: bool):
+    """Returns a hook of a module with a number in its closure."""
+    calls = 0.5
+
+    def hook(module, inputs, outputs):
+        nonlocal calls
+        calls *= 1.5
+        return tuple(g if g is None or not reads else g * calls for g in inputs)
+
+    return hook
+
+
+def with_gradient_hook(module: Reversed, reads: bool) -> None:
+    module.last.weight.register_hook(Scaler(reads))
+
+
+def with_late_hook(module: Reversed, reads: bool) -> None:
+    scaler = Scaler(reads)
+
+    def hook(parameter: nn.Parameter) -> None:
+        parameter.grad.copy_(scaler(parameter.grad))
+
+    module.first.weight.register_post_accumulate_grad_hook(hook)
+
+
+def with_module_hook(module: Reversed, reads: bool) -> None:
+    module.last.register_full_backward_hook(counting_hook(reads))
+
+
+def with_function(module: Reversed, reads: bool) -> None:
+    Reverse.rises = reads
+
+
+@pytest.mark.parametrize(
+    "add", [with_gradient_hook, with_late_hook, with_module_hook, with_function]
+)
+@pytest.mark.parametrize("reads", [True, False])
+def test_what_backward_changes_and_reads_is_an_error(add, reads, monkeypatch):
+    monkeypatch.setattr(Reverse, "factor", 1.0)
+    monkeypatch.setattr(Reverse, "rises", False)
+    original = Reversed()
+
+    def train(comm) -> str:
+        module = copy.deepcopy(original)
+        add(module, reads)
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        trainer = DistributedTrainer(module, optimizer, shard_size=4, comm=comm)
+        trainer.fit(BATCHES, epochs=1, verbose=False)
+        return trainer.weights_sha256()
+
+    if reads:
+        with pytest.raises(ConfigError, match="changes .* and reads it: how often that runs"):
+            mock.run(1, train)
+    else:
+        assert len(set(mock.run(3, train) + mock.run(1, train))) == 1

@@ -374,6 +374,49 @@ def test_callbacks_of_odysseys_trainer_draw_from_torch():
     assert drawn[0] != drawn[1]
 
 
+GENERATORS = {
+    "numpy": lambda: np.random.default_rng(3),
+    "numpy, old": lambda: np.random.RandomState(3),
+    "python": lambda: random.Random(3),
+    "torch": lambda: torch.Generator().manual_seed(3),
+}
+DRAWS_OF = {
+    "numpy": lambda one: one.random(),
+    "numpy, old": lambda one: one.rand(),
+    "python": lambda one: one.random(),
+    "torch": lambda one: float(torch.rand((), generator=one)),
+}
+
+
+@pytest.mark.parametrize("where", ["loop", "module", "nowhere"])
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_shards_of_a_custom_loop_that_draw_from_a_generator_are_an_error(kind, where):
+    class Holder(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            self.noise = GENERATORS[kind]()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x + (DRAWS_OF[kind](self.noise) if where == "module" else 0.0))
+
+    net = DistributedDataParallel(Holder(), shard_size=3, comm=Communicator())
+    own = GENERATORS[kind]()
+
+    def train() -> None:
+        generator = own
+        DRAWS_OF[kind](generator)  # before the loop over shards it may
+        for x, y in net.shards(BATCHES[0]):
+            factor = DRAWS_OF[kind](generator) if where == "loop" else 1.0
+            (factor * nn.functional.cross_entropy(net(x), y)).backward()
+
+    if where == "nowhere":
+        train()
+        return
+    name = "generator" if where == "loop" else "module.noise"
+    with pytest.raises(ConfigError, match=f"a shard draws from {name}, a generator of the program"):
+        train()
+
+
 class NoiseInEvaluation(nn.Module):
     """A module that adds noise to its inputs, in evaluation only."""
 

@@ -77,6 +77,7 @@ GENERATORS = frozenset({"random", "generator", "random state", "seed sequence", 
 _READ_AHEAD_ROOTS = frozenset({"transform", "collate"})  # which loaders call ahead of the steps
 # Modules whose functions a checkpoint may name: they compute, and open no files.
 _ARITHMETIC = ("math.", "odyssey.core.", "torch.nn.functional.", "torch._C._nn.")
+_WEAK = "weak"  # ends what tells where a weak reference is held
 _AT_EPOCH_START = "epoch start "  # starts the names of arrays
 
 
@@ -1543,11 +1544,12 @@ class _Restorer:
         if entry is None:
             self._create(path, sort, node, arrays, parent, key)
             return
+        place = _as_saved(entry.place, key)
         if entry.sort not in KEPT_SORTS:
             if entry.sort in (SAMPLED, OPAQUE, RESOURCE) or not self.final:
                 return
             # the program has let go of an object
-            if sort != VALUE or not entry.place.set(values.decode(node, arrays)):
+            if sort != VALUE or not place.set(values.decode(node, arrays)):
                 raise self.refuse(path, f"it is a {entry.mark} now")
             self.has_new = True
             return
@@ -1562,10 +1564,10 @@ class _Restorer:
         elif sort == REDUCED:
             if not put_reduced(entry, value):
                 raise self.refuse(path, f"a {type(entry.value).__qualname__} can't be set")
-        elif _is_view(entry.value) and entry.place.set(value):
+        elif _is_view(entry.value) and place.set(value):
             return  # its memory is that of another object, such as a sample of the data set
         elif is_elsewhere or not self._put_into(entry, value):
-            self._set(entry.place, path, value)
+            self._set(place, path, value)
 
     def _create(
         self,
@@ -1607,30 +1609,31 @@ class _Restorer:
             raise self.refuse(path, "no defaultdict is there any more that creates it")
 
     def _place_for(self, path: str, parent: str, key: list[Any]) -> Place | None:
-        kind, encoded = key or ("fixed", None)
+        kind, encoded, *_ = key or ("fixed", None)
+        place = None
+        host = self.picture.hosts.get(parent)
+        holder = self.entry_at(parent)
         if kind == "global":
             module = sys.modules.get(path.partition(":")[0])
-            is_own = module is not None and is_own_file(getattr(module, "__file__", None) or "<>")
-            return Place("global", vars(module), encoded) if is_own else None
-        host = self.picture.hosts.get(parent)
-        if host is not None and kind == "attribute":
-            return Place("attribute", host, encoded)
-        holder = self.entry_at(parent)
-        if holder is None or holder.sort != REFERENCE:
+            if module is not None and is_own_file(getattr(module, "__file__", None) or "<>"):
+                place = Place("global", vars(module), encoded)
+        elif host is not None and kind == "attribute":
+            place = Place("attribute", host, encoded)
+        elif holder is None or holder.sort != REFERENCE:
             return None
-        if kind == "attribute":
-            return Place("attribute", holder.value, encoded)
-        if kind == "item" and isinstance(holder.value, (dict, list)):
-            return Place("item", holder.value, values.decode(encoded, {}))
-        return None
+        elif kind == "attribute":
+            place = Place("attribute", holder.value, encoded)
+        elif kind == "item" and isinstance(holder.value, (dict, list)):
+            place = Place("item", holder.value, values.decode(encoded, {}))
+        return None if place is None else _as_saved(place, key)
 
     def _place_of(self, path: str, parent: str, key: list[Any]) -> Place | None:
         """Returns where an object is held, or where it can be put; None if that is nowhere."""
         entry = self.entry_at(path)
         if entry is not None:
-            return entry.place
+            return _as_saved(entry.place, key)
         if path in self.picture.alias_places:
-            return self.picture.alias_places[path][0]
+            return _as_saved(self.picture.alias_places[path][0], key)
         return self._place_for(path, parent, key)
 
     def put_function(self, path: str, name: str, owner: str, parent: str, key: list[Any]) -> None:
@@ -2010,13 +2013,19 @@ def _can_be_put(entry: Entry) -> bool:
 
 def _key_of(place: Place) -> list[Any]:
     """Returns where its parent holds a value, as JSON has it."""
+    weak = [_WEAK] if place.is_weak else []
     if place.kind in ("attribute", "global"):
-        return [place.kind, place.key]
+        return [place.kind, place.key, *weak]
     if place.kind == "item" and values.is_value(place.key):
         arrays: dict[str, np.ndarray] = {}
         key = values.encode(place.key, arrays, "key")
-        return [place.kind, key] if not arrays else []
+        return [place.kind, key, *weak] if not arrays else []
     return []
+
+
+def _as_saved(place: Place, key: list[Any]) -> Place:
+    """Returns a place that holds a weak reference if there was one at the checkpoint."""
+    return place._replace(is_weak=key[-1] == _WEAK) if key else place
 
 
 def last_name(path: str) -> str:

@@ -28,6 +28,7 @@ import re
 import sys
 import sysconfig
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -54,14 +55,18 @@ class Place(NamedTuple):
             "hook" (a function that is called around others) or "fixed". The last two can't be set.
         holder: the object, dict, list or cell.
         key: the name of an attribute, or the key of an item.
+        is_weak: a weak reference to the value is there.
     """
 
     kind: str
     holder: Any
     key: Any
+    is_weak: bool = False
 
     def set(self, value: Any) -> bool:
         """Puts another value there. Returns False if that isn't possible."""
+        if self.is_weak:
+            value = weakref.ref(_Gone() if value is None else value)
         if self.kind in ("attribute", "setting"):
             _set_attribute(self.holder, self.key, value)
         elif self.kind == "item" and isinstance(self.holder, list):
@@ -107,6 +112,10 @@ class Place(NamedTuple):
         else:
             return False
         return True
+
+
+class _Gone:
+    """An object that goes at once, so that a weak reference to it leads nowhere."""
 
 
 def _set_attribute(holder: Any, name: str, value: Any) -> None:
@@ -391,7 +400,7 @@ def names_set_by(kind: type) -> frozenset[str]:
     """
     names: set[str] = set()
     for base in kind.__mro__:
-        if is_own_class(base) and not issubclass(base, enum.Enum):
+        if is_own_class(base):
             continue
         names.update(_HOST_NAMES.get(f"{base.__module__}.{base.__qualname__}", ()))
         names.update(vars(base).get("__annotations__", ()))

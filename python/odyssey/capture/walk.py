@@ -29,6 +29,7 @@ import enum
 import inspect
 import types
 import warnings
+import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -241,6 +242,10 @@ class _Walker:
         """Notes one value, or raises what code of its class raises."""
         value = edge.value
         kind = type(value)
+        if kind is weakref.ref:  # only what it leads to counts
+            value = value()
+            kind = type(value)
+            edge = Edge(edge.path, value, edge.place._replace(is_weak=True))
         if kind in _IMMUTABLE:
             self.note(edge, parent, VALUE, values.mark(value))
             return

@@ -7,6 +7,8 @@ parameters and buffers are values like any others.
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -21,6 +23,7 @@ from ..capture import (
     Memory,
     Place,
     edges_of_object,
+    is_own_file,
     is_resource,
     mark,
     register,
@@ -45,6 +48,7 @@ _SKIPPED = (
     "_version",
 )
 _HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # What a rank has of these is shared out by the trainer (optimizer_parts.py).
 _SHARED_OUT = ("state", "param_groups")
 # Wrappers that functions of torch put around step(), and counters of theirs.
@@ -236,11 +240,26 @@ def _edges_of_tensor(tensor: torch.Tensor, path: str) -> Iterator[Edge]:
         return
     if path.partition(".")[0].partition("[")[0] in LOADER_ROOTS:
         return
+    for name in _TENSOR_HOOKS:
+        hooks = getattr(tensor, name, None) or {}
+        # other packages, such as those that share out gradients, set some on some layouts
+        own = [hook for hook in hooks.values() if _is_own_hook(hook)]
+        for number, hook in enumerate(own):
+            yield Edge(f"{path}.{name}[{number}]", hook, Place("hook", hooks, number))
     if tensor.is_floating_point() or tensor.is_complex():
         place = Place("attribute", tensor, "requires_grad")
         yield Edge(f"{path}.requires_grad", tensor.requires_grad, place)
     if path.startswith("callbacks.") and (_is_trained(tensor) or tensor.grad is not None):
         yield Edge(f"{path}.grad", tensor.grad, Place("attribute", tensor, "grad"))
+
+
+def _is_own_hook(hook: Any) -> bool:
+    """Tells whether a hook is code of the user's own files."""
+    while isinstance(hook, (functools.partial, types.MethodType)):
+        hook = hook.func if isinstance(hook, functools.partial) else hook.__func__
+    call = hook if isinstance(hook, types.FunctionType) else type(hook).__call__
+    code = getattr(call, "__code__", None)
+    return code is not None and is_own_file(code.co_filename)
 
 
 def _is_trained(tensor: torch.Tensor) -> bool:

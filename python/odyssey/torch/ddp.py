@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 import sys
 import threading
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,16 +36,19 @@ from torch.optim import optimizer as optimizers
 from torch.utils import _pytree as pytree
 
 from .. import comm as communication
+from ..capture import mark, walk
 from ..comm import Communicator
 from ..data import Batch
 from ..errors import ConfigError, check_integer
 from ..parallel import Strategy, default_shard_size
+from . import captured  # noqa: F401 (it registers torch's generators)
 from .data import Shared, tree_of
 from .device import host_array
 from .modes import flushes_subnormals
 from .shard_draws import generator
 from .shards import LoopError, Shards, read_weight
 
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 ADVICE_ONE_NET = "make one DistributedDataParallel of nn.ModuleDict({name: module, ...})"
 _LEAVES = (torch.Tensor, int, float, str, bytes, type(None))  # of a batch
 SAVED_KEY = "odyssey"  # the entry of a state dict's metadata that holds the progress of a net
@@ -240,6 +245,7 @@ class DistributedDataParallel(torch.nn.Module):
         watch = contextlib.ExitStack()
         if (self._is_first_loop or (position and not position[1])) and not _compiles():
             watch.enter_context(self._watch_other_modules())
+        states = self._find_generators(sys._getframe(1), position)
         try:
             for lo, hi in shard_ranges:
                 state_before = generator.get_state() if is_new and not lo else None
@@ -254,6 +260,7 @@ class DistributedDataParallel(torch.nn.Module):
                     self._shards.weigh(read_weight(weight(shard)))
                 yield shard  # the user's loop runs the shard here
                 self._check_shard(gradients, versions)
+                states = self._check_generators(states)
                 if state_before is not None:
                     self._has_drawn = not torch.equal(state_before, generator.get_state())
         finally:
@@ -282,6 +289,45 @@ class DistributedDataParallel(torch.nn.Module):
         _loops_of_process[0] += 1
         if position is not None and is_resumed_data and self._has_drawn:
             self._tell_lost_steps(f"its first batch is number {position[1]} of epoch {position[0]}")
+
+    def _find_generators(
+        self, frame: types.FrameType, position: tuple[int, int] | None
+    ) -> dict[str, tuple[Any, str]]:
+        """Returns the generators that the program holds, and hashes of their states, by name: those
+        in variables of the loop and its file, and in the module.
+
+        Empty except in the first loop over shards of this process and of each epoch.
+        """
+        if not self._is_first_loop and (position is None or position[1]):
+            return {}
+        variables = {**frame.f_globals, **frame.f_locals}
+        roots = {name: one for name, one in variables.items() if _is_generator(one)}
+        kept_ids = {id(one) for _, one in (*self._arena.named, *self._arena.buffers)}
+        entries = walk({**roots, "module": self.module}, kept_ids).entries
+        return {
+            path: (entry.value, entry.mark)
+            for path, entry in entries.items()
+            if _is_generator(entry.value)
+        }
+
+    def _check_generators(self, states: dict[str, tuple[Any, str]]) -> dict[str, Any]:
+        """Raises ConfigError: a shard has drawn from a generator that the program holds.
+
+        Returns an empty dict, because one shard of a loop is looked at.
+        """
+        for path, (one, state) in states.items():
+            if mark(one) == state:
+                continue
+            message = (
+                f"[torch] a shard draws from {path}, a generator of the program. How many shards a "
+                "rank computes depends on the number of ranks, so its numbers would too; draw from "
+                "torch, numpy.random or random, which odyssey seeds for each shard, or before the "
+                "loop over shards()"
+            )
+            if self._shards.strict:
+                raise ConfigError(message)
+            self._shards.tell(message)
+        return {}
 
     def mean(self, values: Iterable[tuple[Any, float]]) -> float:
         """Returns the mean of (number, weight) pairs of all ranks; a collective call.
@@ -499,6 +545,12 @@ class DistributedDataParallel(torch.nn.Module):
 
 _nets: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _loops_of_process = [0]  # loops over shards that have ended, of all nets
+
+
+def _is_generator(value: Any) -> bool:
+    """Tells whether a value is a random number generator that odyssey does not seed."""
+    seeded = (np.random.mtrand._rand, torch.default_generator)
+    return isinstance(value, _GENERATORS) and all(value is not one for one in seeded)
 
 
 def _read_progress(state_dict: Any) -> SavedProgress | None:

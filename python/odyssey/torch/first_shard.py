@@ -19,6 +19,7 @@ from .. import data as datasets
 from ..capture import decode, encode
 from ..core import fingerprint
 from ..train import spread
+from .arena import ModuleArena
 from .changing import ForwardCheck
 from .data import part
 from .device import host_array
@@ -113,7 +114,7 @@ class FirstShard:
             self.shards.modes.held(),
             self.shards.norms.unchanged(),
             self.forward_check.undone(),
-            self._gathered_prints() as prints,
+            gathered_prints(self.shards.arena) as prints,
             self.shards.draws.watched(),
         ):
             self.shards.seed_shard(0, step, everything=True)
@@ -121,39 +122,39 @@ class FirstShard:
             has_drawn = seldom_used_marks() != marks
         return None if has_drawn and self.comm.in_threads else fingerprint.add(prints)
 
-    @contextlib.contextmanager
-    def _gathered_prints(self) -> Iterator[list[int]]:
-        """Yields a list of fingerprints of the gradients that backward() computes in the block.
 
-        A gradient is freed as soon as its fingerprint is taken. Earlier gradients are put back.
-        """
-        arena = self.shards.arena
-        trained = [p for _, p in arena.named[: arena.trained]]
-        previous = [p.grad for p in trained]
-        prints: list[int] = []
+@contextlib.contextmanager
+def gathered_prints(arena: ModuleArena) -> Iterator[list[int]]:
+    """Yields a list of fingerprints of the gradients that backward() computes in the block.
 
-        def take(parameter: torch.Tensor, start: int) -> None:
-            gradient = parameter.grad
+    A gradient is freed as soon as its fingerprint is taken. Earlier gradients are put back.
+    """
+    trained = [p for _, p in arena.named[: arena.trained]]
+    previous = [p.grad for p in trained]
+    prints: list[int] = []
+
+    def take(parameter: torch.Tensor, start: int) -> None:
+        gradient = parameter.grad
+        parameter.grad = None
+        if gradient is not None:
+            flat = gradient.detach().contiguous().reshape(-1)
+            prints.append(fingerprint.of_bytes(host_array(flat), start))
+
+    with contextlib.ExitStack() as hooks:
+        for parameter, start in zip(trained, arena.at, strict=False):
             parameter.grad = None
-            if gradient is not None:
-                flat = gradient.detach().contiguous().reshape(-1)
-                prints.append(fingerprint.of_bytes(host_array(flat), start))
+            if parameter.requires_grad:
 
-        with contextlib.ExitStack() as hooks:
-            for parameter, start in zip(trained, arena.at, strict=False):
-                parameter.grad = None
-                if parameter.requires_grad:
+                def hook(parameter: torch.Tensor, start: int = start) -> None:
+                    take(parameter, start)
 
-                    def hook(parameter: torch.Tensor, start: int = start) -> None:
-                        take(parameter, start)
-
-                    handle = parameter.register_post_accumulate_grad_hook(hook)
-                    hooks.callback(handle.remove)
-            try:
-                yield prints
-            finally:
-                for parameter, gradient in zip(trained, previous, strict=True):
-                    parameter.grad = gradient
+                handle = parameter.register_post_accumulate_grad_hook(hook)
+                hooks.callback(handle.remove)
+        try:
+            yield prints
+        finally:
+            for parameter, gradient in zip(trained, previous, strict=True):
+                parameter.grad = gradient
 
 
 def _plain(tree: Any) -> Any:

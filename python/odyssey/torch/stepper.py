@@ -27,6 +27,7 @@ from . import metrics as metric_sums
 from .changing import ForwardCheck, ForwardWatch
 from .data import part, tree_of
 from .device import host_array, on_host
+from .first_shard import gathered_prints
 from .optimizer_parts import OptimizerParts
 from .shards import BatchSums, Shards, is_compiled, read_weight
 from .whole_batch_loss import Outputs, WholeBatchLoss
@@ -192,7 +193,7 @@ class ModuleStepper(Stepper):
                     else:
                         self._run_second_pass(joined, x, y, lo, hi, train)
                 if train and self.forward_check.is_due:
-                    self._check_forward(x, y, step)
+                    self._check_forward(x, y, hi - lo, step)
                 if not train:
                     self._check_evaluation(lambda x=x, y=y: self._results_of(x, y), step)
         if train:
@@ -222,12 +223,19 @@ class ModuleStepper(Stepper):
             return _refuse_one_value_per_sample(self.module)
         return _NOTHING
 
-    def _check_forward(self, x: Any, y: Any, step: int) -> None:
+    def _check_forward(self, x: Any, y: Any, samples: int, step: int) -> None:
         """Looks at what the shard that was just run has changed; see `ForwardCheck.end`."""
+
+        # with zero=2 backward() of one rank would wait for the others
+        has_gradients = self.zero < 2 or self.comm.size == 1
 
         def compute() -> list[Any]:
             with self.shards.drawing(step, train=True), self.shards.norms.unchanged():
-                return self._results_of(x, y)
+                if not has_gradients:
+                    return self._results_of(x, y)
+                with gathered_prints(self.arena) as prints:
+                    results = self.run_alone(x, y, samples)
+                return [*results, *prints]
 
         # with zero=3 forward() of one rank would wait for the others
         self.forward_check.end(None if self.zero == 3 and self.comm.size > 1 else compute)
@@ -270,13 +278,18 @@ class ModuleStepper(Stepper):
                 "random), or use deterministic='warn'"
             )
 
-    def run_alone(self, x: Any, y: Any, samples: int) -> None:
-        """Runs forward and backward of a shard that counts nowhere."""
+    def run_alone(self, x: Any, y: Any, samples: int) -> list[torch.Tensor]:
+        """Runs forward and backward of a shard that counts nowhere.
+
+        Returns the loss and the outputs.
+        """
         with self._enter_autocast():
-            loss = self._compute_loss(*self._compute_output(x, y))
+            out, target = self._compute_output(x, y)
+            loss = self._compute_loss(out, target)
             if self._loss_is_sum:
                 loss = loss / samples
         loss.backward()
+        return [one.detach() for one in (loss, *_tensors_in(out))]
 
     def _run_shard(
         self, x: Any, y: Any, lo: int, samples: int, train: bool, is_split: bool

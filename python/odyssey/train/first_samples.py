@@ -223,7 +223,7 @@ def _describe_moved(statement: str, moved: list[Change]) -> str:
         )
     cause = "it seems to use a generator without a seed, such as np.random.default_rng()"
     if moved:
-        cause = f"it draws from {moved[0].path}, which moves on with each sample that a rank reads"
+        cause = f"it draws from {moved[0].path}, which moves on each time it is used"
     return f"[data] {statement}: {cause}; {_DRAW}"
 
 

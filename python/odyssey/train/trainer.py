@@ -184,6 +184,7 @@ class DistributedTrainer(Trainer):
         """Compares the settings of all ranks, then gives all of them rank 0's parameters."""
         if self.comm.size == 1:
             return
+        self._check_schedule()  # before its factors are compared, as on one rank
         extra_settings = {
             "kind of GPUs": [gpus.found()[i].accelerator for i in self.layout.gpus],
             "mesh": str(self.mesh),
