@@ -355,12 +355,23 @@ def test_other_results_are_allowed_without_determinism():
     train(None, UNSEEDED["numpy"], deterministic="warn")
 
 
-@pytest.mark.parametrize("draw", [*UNSEEDED.values(), lambda: torch.rand(()), np.random.rand])
-def test_a_metric_may_draw(draw):
+def noisy_metric(draw):
     def noisy(out: torch.Tensor, y: torch.Tensor):
         return (out.argmax(1) == y).float().mean() * float(draw())
 
-    train(None, metrics={"noisy": noisy})
+    return {"noisy": noisy}
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()), np.random.rand])
+def test_a_metric_may_draw_from_the_process(draw):
+    train(None, metrics=noisy_metric(draw))
+
+
+@pytest.mark.parametrize("kind", UNSEEDED)
+def test_a_metric_that_draws_without_a_seed_is_an_error(kind):
+    with pytest.raises(ConfigError, match="the metric noisy has another value when it is called"):
+        train(None, metrics=noisy_metric(UNSEEDED[kind]))
+    train(None, metrics=noisy_metric(UNSEEDED[kind]), deterministic="warn")
 
 
 # --- what backward() changes ----------------------------------------------------------------------

@@ -479,7 +479,7 @@ def test_a_metric_that_differs_in_each_call_is_an_error(source, per_sample):
         value = (output.argmax(1) == target).float() + draw()
         return value if per_sample else value.mean()
 
-    trainer = make(nn.Linear(4, 3), metrics={"noisy": noisy})
+    trainer = make(nn.Linear(4, 3), metrics={"noisy": noisy}, deterministic="error")
     with pytest.raises(ConfigError, match="the metric noisy has another value when it is called"):
         trainer.evaluate(BATCHES)
 

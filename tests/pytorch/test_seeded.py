@@ -20,9 +20,9 @@ if (
 import torch
 from pytorch.worker_data import Scaled, set_factor, set_generator
 
+from odyssey.core.random_scopes import seed_of
 from odyssey.errors import DataError
 from odyssey.torch import DataLoader
-from odyssey.torch.shards import seed_of
 
 DRAWS = {
     "torch": lambda: torch.randn(()).item(),

@@ -122,14 +122,12 @@ def tensor_of(array: np.ndarray) -> torch.Tensor:
     return tensor.long() if tensor.dtype == torch.int32 else tensor
 
 
-def check(
-    metrics: dict[str, Metric], out: Any, y: Any, samples: int, in_threads: bool = False
-) -> None:
+def check(metrics: dict[str, Metric], out: Any, y: Any, samples: int, repeats: bool = True) -> None:
     """Raises ConfigError if a function of the user's is no mean over samples, or has another value
     when it is called again: with this shard, or with random outputs and targets.
 
-    in_threads: ranks are threads, which share the generators. So a function that draws may have
-    another value.
+    repeats: False allows other values, for example because ranks are threads, which draw from the
+        same generators.
 
     A model that predicts one class for all samples has an F1 of 0 in any part of a shard, and so
     has a shard with one class. Random samples have neither.
@@ -143,11 +141,11 @@ def check(
         warnings.simplefilter("ignore")
         for name, function in metrics.items():
             if function not in ours_by_name and getattr(function, "func", None) is not top_k:
-                _check_function(name, function, out, y, samples, in_threads)
+                _check_function(name, function, out, y, samples, repeats)
 
 
 def _check_function(
-    name: str, function: Metric, out: Any, y: Any, samples: int, in_threads: bool
+    name: str, function: Metric, out: Any, y: Any, samples: int, repeats: bool
 ) -> None:
     """Raises ConfigError if a function is no mean over samples, or doesn't repeat its value."""
     generator = torch.Generator().manual_seed(0)
@@ -156,12 +154,12 @@ def _check_function(
         rows = torch.randint(samples, (RANDOM_SAMPLES,), generator=generator)
         trials.append((*_random_samples(out, y, rows, generator), RANDOM_SAMPLES))
     for trial in trials:
-        if not _check_trial(name, function, *trial, in_threads):
+        if not _check_trial(name, function, *trial, repeats):
             return
 
 
 def _check_trial(
-    name: str, function: Metric, outputs: Any, targets: Any, samples: int, in_threads: bool
+    name: str, function: Metric, outputs: Any, targets: Any, samples: int, repeats: bool
 ) -> bool:
     """Raises ConfigError if a function has another value of the same samples when it is called
     again, or is no mean over them.
@@ -170,7 +168,7 @@ def _check_trial(
     """
 
     def measure(lo: int, hi: int, key: int = 0) -> torch.Tensor:
-        with contextlib.nullcontext() if in_threads else random_scopes.scope(key, "metric"):
+        with random_scopes.scope(key, "metric") if repeats else contextlib.nullcontext():
             return torch.as_tensor(metric(*_rows((outputs, targets), lo, hi))).float()
 
     half = samples // 2
@@ -181,13 +179,13 @@ def _check_trial(
         again, first, other = [measure(0, samples, key) for key in (0, 0, 1)]
     except Exception:  # what is wrong with it is reported where it is summed
         return False
-    if not torch.equal(again, first) and not in_threads:
+    if repeats and not torch.equal(again, first):
         raise ConfigError(
             f"[train] the metric {name} has another value when it is called again with the same "
             "outputs and targets, for example because it draws from a generator that it holds, or "
             "adds up earlier values. How often a rank calls it depends on the layout; use "
-            "odyssey.metrics.Gathered(function), or draw from torch, numpy.random or random, "
-            "which odyssey seeds"
+            "odyssey.metrics.Gathered(function), draw from torch, numpy.random or random, which "
+            "odyssey seeds, or use deterministic='warn'"
         )
     if not (torch.equal(again, first) and torch.equal(first, other)):
         return False  # it draws random numbers, which are others for each part

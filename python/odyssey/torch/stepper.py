@@ -319,7 +319,8 @@ class ModuleStepper(Stepper):
         """
         if not lo and not self._metrics_checked:
             self._metrics_checked = True
-            metric_sums.check(self.metrics, out, y, samples, self.comm.in_threads)
+            repeats = self.forward_check.strict and not self.comm.in_threads
+            metric_sums.check(self.metrics, out, y, samples, repeats)
         if self._whole_set:
             with torch.no_grad():
                 self._whole_set.collect(lo, *huggingface.compared(out, y))
