@@ -1027,9 +1027,9 @@ class Capture:
         run can't find, such as lambdas, by path.
         """
         lost: dict[str, str] = {}
-        known = {**self._built.aliases, **self._expected.aliases}
+        earlier_aliases = {**self._built.aliases, **self._expected.aliases}
         for path, entry in picture.entries.items():
-            if entry.sort != REFERENCE or entry.root in LOADER_ROOTS or path in known:
+            if entry.sort != REFERENCE or entry.root in LOADER_ROOTS or path in earlier_aliases:
                 continue
             if not is_function(entry.value) or ":" in path or "<" in path:
                 continue
@@ -1067,20 +1067,24 @@ class Capture:
     def _restore_classes(self, restorer: _Restorer, saved: Mapping[str, Any]) -> None:
         """Gives objects the classes that they had at the checkpoint."""
         changed = saved.get("changed classes", {})
-        known = {path: entry.value for path, entry in restorer.picture.entries.items()}
+        objects_by_path = {path: entry.value for path, entry in restorer.picture.entries.items()}
         has_changed = False
         for path, (value, first_class) in self._first_classes.items():
-            wanted: Any = first_class
+            new_class: Any = first_class
             if path in changed:
-                named = values.class_called(changed[path])
-                wanted = known.get(class_path(named)) if isinstance(named, type) else None
-            if type(value) is wanted:
+                named_class = values.class_called(changed[path])
+                new_class = (
+                    objects_by_path.get(class_path(named_class))
+                    if isinstance(named_class, type)
+                    else None
+                )
+            if type(value) is new_class:
                 continue
-            if not isinstance(wanted, type):
+            if not isinstance(new_class, type):
                 if restorer.final:
                     raise restorer.refuse(path, f"it was a {changed[path]}, which is missing")
                 continue
-            value.__class__ = wanted
+            value.__class__ = new_class
             has_changed = True
         if has_changed:
             restorer.picture = restorer.start = self.look()

@@ -143,9 +143,9 @@ class _Span(NamedTuple):
     is_host: bool
     is_in_order: bool
 
-    def holds(self, other: _Span) -> bool:
+    def holds(self, part: _Span) -> bool:
         """Tells whether the memory of another array is a part of this array's."""
-        return self.is_in_order and self.first <= other.first and other.end <= self.end
+        return self.is_in_order and self.first <= part.first and part.end <= self.end
 
 
 def _spans_of(arrays: Iterable[tuple[Spot, Any]], are_hosts: bool) -> Iterator[_Span]:
@@ -188,8 +188,10 @@ def _windows_among(spans: list[_Span]) -> dict[Spot, tuple[Spot, Any]]:
     """Returns which of some overlapping arrays lie in the memory of another one, or on a block."""
     if len(spans) < 2:
         return {}
-    whole = [span for span in spans if all(map(span.holds, spans))]
-    owners = sorted(whole or [span for span in spans if span.is_host], key=lambda s: not s.is_host)
+    covering = [span for span in spans if all(map(span.holds, spans))]
+    owners = sorted(
+        covering or [span for span in spans if span.is_host], key=lambda s: not s.is_host
+    )
     windows: dict[Spot, tuple[Spot, Any]] = {}
     if not owners:
         block = BLOCK + spans[0].spot[0], spans[0].spot[1]

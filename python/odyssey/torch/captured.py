@@ -243,8 +243,8 @@ def _edges_of_tensor(tensor: torch.Tensor, path: str) -> Iterator[Edge]:
     for name in _TENSOR_HOOKS:
         hooks = getattr(tensor, name, None) or {}
         # other packages, such as those that share out gradients, set some on some layouts
-        own = [hook for hook in hooks.values() if _is_own_hook(hook)]
-        for number, hook in enumerate(own):
+        users = [hook for hook in hooks.values() if _is_own_hook(hook)]
+        for number, hook in enumerate(users):
             yield Edge(f"{path}.{name}[{number}]", hook, Place("hook", hooks, number))
     if tensor.is_floating_point() or tensor.is_complex():
         place = Place("attribute", tensor, "requires_grad")

@@ -295,9 +295,9 @@ class ForwardCheck:
     def _refuse(self, path: str, after: Picture) -> None:
         old = self._before.entries.get(path)
         new = after.entries.get(path)
-        who = "a hook" if "_hooks[" in path else "forward() or the loss"
+        subject = "a hook" if "_hooks[" in path else "forward() or the loss"
         text = (
-            f"[torch] {who} changes {path} "
+            f"[torch] {subject} changes {path} "
             f"({'missing' if old is None else old.mark[:40]}, then "
             f"{'missing' if new is None else new.mark[:40]}) and reads it: how often that runs on "
             f"a rank depends on the layout, so results would too; {ADVICE}"

@@ -176,10 +176,10 @@ def _check_trial(
         return True
     try:
         metric = copy.deepcopy(function)  # it may count its calls
-        again, first, other = [measure(0, samples, key) for key in (0, 0, 1)]
+        repeated, first, reseeded = [measure(0, samples, key) for key in (0, 0, 1)]
     except Exception:  # what is wrong with it is reported where it is summed
         return False
-    if repeats and not torch.equal(again, first):
+    if repeats and not torch.equal(repeated, first):
         raise ConfigError(
             f"[train] the metric {name} has another value when it is called again with the same "
             "outputs and targets, for example because it draws from a generator that it holds, or "
@@ -187,7 +187,7 @@ def _check_trial(
             "odyssey.metrics.Gathered(function), draw from torch, numpy.random or random, which "
             "odyssey seeds, or use deterministic='warn'"
         )
-    if not (torch.equal(again, first) and torch.equal(first, other)):
+    if not (torch.equal(repeated, first) and torch.equal(first, reseeded)):
         return False  # it draws random numbers, which are others for each part
     try:
         parts = [measure(0, half), measure(half, samples)]
