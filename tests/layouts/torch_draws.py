@@ -521,7 +521,7 @@ def decorrelating(out: torch.Tensor, y: Any) -> torch.Tensor:
     """Features of the batch are to be without correlation, after dropout of the loss's own."""
     z = F.dropout(out.flatten(1).float(), 0.1)
     z = z - z.mean(0)
-    return ((z.T @ z / len(z)) - torch.eye(z.shape[1])).square().mean()
+    return ((z.T @ z / len(z)) - torch.eye(z.shape[1], device=z.device)).square().mean()
 
 
 def ranking(out: torch.Tensor, y: Any) -> torch.Tensor:

@@ -374,6 +374,36 @@ def test_a_metric_that_draws_without_a_seed_is_an_error(kind):
     train(None, metrics=noisy_metric(UNSEEDED[kind]), deterministic="warn")
 
 
+class Recording(nn.Module):
+    """Adds a hook in its first forward(), and notes that it has, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not getattr(self, "_is_hooked", False):
+            self.first.register_forward_hook(lambda layer, inputs, out: out * 0.5)
+            self._is_hooked = True
+        return self.last(self.first(x))
+
+
+def test_hooks_that_forward_adds_are_added_once():
+    original = Recording()
+
+    def train(comm):
+        module = copy.deepcopy(original)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        trainer = DistributedTrainer(module, optimizer, shard_size=4, comm=comm)
+        trainer.fit(BATCHES, verbose=False)
+        return len(module.first._forward_hooks), trainer.weights_sha256()
+
+    ((hooks, expected),) = mock.run(1, train)
+    assert hooks == 1
+    for ranks in (2, 3):
+        assert mock.run(ranks, train) == [(1, expected)] * ranks
+
+
 # --- what backward() changes ----------------------------------------------------------------------
 
 

@@ -22,6 +22,8 @@ from torch import nn
 from odyssey import data
 from odyssey.torch import DistributedTrainer
 
+MODELS = ("cnn", "gpt", "resnet18", "vit")
+
 
 class CNN(nn.Sequential):
     def __init__(self) -> None:
@@ -101,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="cnn", choices=["cnn", "gpt", "resnet18", "vit"])
+    parser.add_argument("--model", default="cnn", choices=MODELS)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--until", type=int, help="stop after this step")
     parser.add_argument("--every", type=int, help="steps from one checkpoint to the next")

@@ -62,7 +62,7 @@ def _of_torch(value: Any, torch: Any, call_name: str) -> tuple[np.ndarray, bool]
             f"[dist] {call_name} takes dense tensors, and this one is sparse; use tensor.to_dense()"
         )
     value = value.detach() if value.requires_grad else value
-    shared = value.is_contiguous() and not value.is_cuda
+    shared = value.is_contiguous() and value.device.type == "cpu"
     if not shared:
         value = value.cpu().contiguous()
     if value.dtype is torch.bfloat16:

@@ -77,8 +77,8 @@ def check_arguments(
             f"{key}={getattr(training, key, None)!r} is a setting of our own models; leave it out",
         ),
         (
-            training.precision not in ("fp32", "bf16"),
-            f"precision is {training.precision!r}; use 'fp32', or 'bf16': autocast",
+            training.precision == "tf32",
+            "precision is 'tf32'; use 'fp32' and torch.set_float32_matmul_precision('high')",
         ),
         (
             training.device == "gpu",

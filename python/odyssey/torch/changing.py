@@ -351,8 +351,11 @@ def _without_built(paths: list[str], before: Picture, after: Picture) -> list[st
     """Returns the paths without those of objects that the shard has built, such as a layer that
     creates its parts when it is first called.
 
-    Such an object can't be tried without its parts.
+    Such an object can't be tried without its parts. If the shard has added hooks, nothing that it
+    has set first is undone: without its note that they are there, it would add them twice.
     """
+    if any("_hooks[" in path and path not in before.entries for path in after.entries):
+        paths = [path for path in paths if path in before.entries]
     holders = {after.entries[path].parent for path in _built_in(before, after)} - {*ROOTS}
     around = tuple(f"{holder}{end}" for holder in holders for end in ".[")
     return [path for path in paths if not path.startswith(around)]

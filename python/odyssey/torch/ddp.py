@@ -40,7 +40,7 @@ from ..capture import mark, walk
 from ..comm import Communicator
 from ..data import Batch
 from ..errors import ConfigError, check_integer
-from ..parallel import Strategy, default_shard_size
+from ..parallel import Strategy
 from . import captured  # noqa: F401 (it registers torch's generators)
 from .data import Shared, tree_of
 from .device import host_array
@@ -490,7 +490,7 @@ class DistributedDataParallel(torch.nn.Module):
         samples = len(tensors[0])
         if shards.shard_size is None and self._loaded is not None:
             shards.shard_size = self._loaded.shard_size  # the default for the first batch back then
-        shards.shard_size = shards.shard_size or default_shard_size(samples)
+        shards.shard_size = shards.shard_size or shards.arena.device.default_shard_size(samples)
 
         def cut_shard(lo: int, hi: int) -> Any:
             def cut(leaf: Any) -> Any:

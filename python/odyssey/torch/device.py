@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
-from ..core import native, random_scopes
+from ..core import fingerprint, native, random_scopes
+from ..data.nested import mapped
+from ..nn.utils import global_norm
+from ..parallel import default_shard_size
+from .device_sums import DeviceNorm, fingerprint_of
 
 #: The values of settings that decide the bits of a device, in a fixed order; empty for the CPU.
 DeviceSettings = tuple[bool, ...]
+#: A function that combines an array of this rank with those of the others.
+Combine = Callable[[np.ndarray], np.ndarray]
 #: Classes of tensors that are nothing but their numbers. Subclasses may keep more, so they aren't.
 PLAIN_TENSORS: set[type] = {torch.Tensor}
 
@@ -58,16 +63,18 @@ class Device:
         return torch.zeros(floats, device=self.torch_device)
 
     def put(self, tree: Any) -> Any:
-        """Returns a tree with its tensors on the device.
+        """Returns a tree (data/nested.py) with its tensors on the device.
 
         On the CPU the tree is returned as it is.
         """
         if self.is_host:
             return tree
-        target = self.torch_device
-        return pytree.tree_map_only(
-            torch.Tensor, lambda tensor: tensor.to(target, non_blocking=True), tree
-        )
+
+        def move(leaf: Any) -> Any:
+            is_tensor = isinstance(leaf, torch.Tensor)
+            return leaf.to(self.torch_device, non_blocking=True) if is_tensor else leaf
+
+        return mapped(move, tree)
 
     def read(self, number: torch.Tensor) -> float | torch.Tensor:
         """Returns a tensor of one number as a number that can be computed with.
@@ -99,6 +106,35 @@ class Device:
         CUDA multiplies by the reciprocal of a Python number, which has other bits than a division.
         """
         return value if self.is_host else torch.full((), value, device=self.torch_device)
+
+    def default_shard_size(self, samples: int) -> int:
+        """Returns the samples per shard for a global batch of so many, if the user sets none.
+
+        GPUs need large shards, and as many as eight of them share a batch. A shard of one sample
+        would have no variance for BatchNorm.
+        """
+        return default_shard_size(samples) if self.is_host else max(2, -(-samples // 8))
+
+    # --- numbers of whole tensors ---
+
+    def fingerprint(self, tensors: Sequence[tuple[torch.Tensor, int]]) -> int:
+        """Returns the fingerprint of flat float32 tensors, given with the number of their first
+        float in the whole. Other devices copy one number to the host.
+        """
+        if self.is_host:
+            return fingerprint.add([fingerprint.of(flat.numpy(), at) for flat, at in tensors])
+        return fingerprint_of(tensors)
+
+    def norm(self, flat: torch.Tensor, combine: Callable[[str], Combine]) -> float:
+        """Returns the norm of a flat float32 tensor, or of its parts on all ranks.
+
+        combine: returns a function that combines an array of all ranks by "max" or by "sum".
+        """
+        largest, total = combine("max"), combine("sum")
+        if not self.is_host:
+            return global_norm([flat], largest, total, machine=DeviceNorm())
+        runs = [(flat.data_ptr(), flat.numel())] if flat.numel() else []
+        return global_norm(runs, largest, total)
 
     # --- settings ---
 

@@ -22,7 +22,6 @@ from ..train import spread
 from .arena import ModuleArena
 from .changing import ForwardCheck
 from .data import part
-from .device import host_array
 from .shard_draws import seldom_used_marks
 from .shards import Shards
 
@@ -138,7 +137,7 @@ def gathered_prints(arena: ModuleArena) -> Iterator[list[int]]:
         parameter.grad = None
         if gradient is not None:
             flat = gradient.detach().contiguous().reshape(-1)
-            prints.append(fingerprint.of_bytes(host_array(flat), start))
+            prints.append(arena.device.fingerprint([(flat, start)]))
 
     with contextlib.ExitStack() as hooks:
         for parameter, start in zip(trained, arena.at, strict=False):

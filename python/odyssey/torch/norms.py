@@ -202,9 +202,10 @@ class Norms:
         self._adopt_replaced()
         counts = self._read_counts()
         # compared as integers, because a NaN doesn't equal itself
-        if counts == self.counts and torch.equal(
+        is_same = not self.floats or torch.equal(
             self.running.view(torch.int32), self.kept.view(torch.int32)
-        ):
+        )
+        if is_same and counts == self.counts:
             return
         running = host_array(self.running)
         kept = host_array(self.kept)

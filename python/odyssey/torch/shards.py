@@ -675,10 +675,10 @@ class Shards:
             reached.append(float(gradient._version != version))
         return reached
 
-    def _store_buffers(self, flat: torch.Tensor) -> list[float]:
+    def _store_buffers(self, flat: torch.Tensor) -> list[float | torch.Tensor]:
         """Writes the statistics after a shard behind its gradients in `flat`.
 
-        Returns by how much the shard raised each counter.
+        Returns by how much the shard raised each counter, as `Device.read` returns numbers.
         """
         norms = self.norms
         layout = self._layout
@@ -687,7 +687,7 @@ class Shards:
             torch.mul(norms.running, self._share, out=weighted)
             flat[layout.changed : layout.sums] = (norms.running != norms.kept).float()
         return [
-            float(int(counter) - count)
+            self.arena.device.read(counter) - count
             for (_, counter), count in zip(norms.counters, norms.counts, strict=True)
         ]
 

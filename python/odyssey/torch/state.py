@@ -119,12 +119,14 @@ class ModuleState:
         )
 
     def configuration(self) -> dict[str, Any]:
+        scaler = self.stepper.scaler
         return as_json(
             {
                 **environment(self.shards.modes, self.arena.device),
                 **self.description,
                 "shard size": self.sharing.shard_size,
                 "precision": self.settings.precision,
+                **({"growth of the loss scale": scaler.growth_interval} if scaler.enabled else {}),
                 "reduction": "tree" if self.strategy.same_bits else repr(self.strategy),
                 **of_checkpoint(self.settings),
                 **(self.feed.configuration or {"accumulation": self.settings.accumulation_steps}),
@@ -138,10 +140,7 @@ class ModuleState:
         arena = self.arena
         if not arena.device.is_host:
             return tuple(  # type: ignore[return-value]
-                fingerprint.add(
-                    [fingerprint.of(host_array(flat), start) for flat, start in tensors]
-                )
-                for tensors in self._printed_tensors()
+                arena.device.fingerprint(tensors) for tensors in self._printed_tensors()
             )
         version = self.parts.version
         if self._prints is None or self._prints[0] != version:
@@ -225,6 +224,7 @@ class ModuleState:
 
     def state(self, values: dict[str, Any], parts: bool = False) -> Snapshot | None:
         self.parts.normalize_groups()
+        scaler = self.stepper.scaler
         group_names = self.parts.state.group_names()
         optimizer = self.parts.gathered(parts)
         share(self.comm, self.capture)
@@ -262,6 +262,7 @@ class ModuleState:
                 "captured": captured,
                 ARITHMETIC: self.shards.arithmetic.state(),
                 "scheduled": self.stepper.scheduled,
+                **({"scaler": scaler.state_dict()} if scaler.enabled else {}),
                 "empty buffers": self._list_empty_buffers(),
                 "changed": {
                     "clip_norm": self.stepper.clip_norm,
@@ -337,20 +338,17 @@ class ModuleState:
                     self.parts.arrange(list(trained))
             state, groups = self._read_optimizer(optimizer, arrays)
             scheduled = int(values["scheduled"])
+            loss_scale = values["scaler"] if self.stepper.scaler.enabled else {}
         except (KeyError, TypeError, ValueError) as problem:
             raise CheckpointError(
                 f"[resume] {name}: its optimizer is not complete: {problem}"
             ) from problem
-        if now["reduction"] != "tree" and values.get("ranks") != self.comm.size:
-            self.say(
-                f"[resume] {name} was made by {values.get('ranks')} ranks, {self.comm.size} run "
-                "now: with this "
-                "reduction the bits depend on it, so the training goes on with others"
-            )
+        self._warn_of_ranks(values, now, name)
         self.parts.state.regroup(groups, optimizer.get("names"))
         self._take(tensors)
         self.parts.state.replace(state)
         self.stepper.scheduled = scheduled
+        self._restore_scale(loss_scale)
         if "captured" in values:
             self.restore_captured(snapshot, name, final=False)
         else:
@@ -359,6 +357,20 @@ class ModuleState:
         self.feed.orders.load(arrays.get("generators", {}), name)
         self.sharing.shard_size = size
         self.stepper.steps = snapshot.step
+
+    def _warn_of_ranks(self, values: dict[str, Any], now: dict[str, Any], name: str) -> None:
+        """Reports to the user if results depend on the number of ranks, which has changed."""
+        if now["reduction"] != "tree" and values.get("ranks") != self.comm.size:
+            self.say(
+                f"[resume] {name} was made by {values.get('ranks')} ranks, {self.comm.size} run "
+                "now: with this "
+                "reduction the bits depend on it, so the training goes on with others"
+            )
+
+    def _restore_scale(self, saved: dict[str, Any]) -> None:
+        """Restores the loss scale of fp16; saved: its state, or empty in other precisions."""
+        if saved:
+            self.stepper.scaler.load_state_dict(saved)
 
     def restore_captured(self, snapshot: Snapshot, name: str, final: bool) -> None:
         """Restores what the walk has captured; checkpoints before 0.3 have nothing of it.

@@ -17,8 +17,8 @@ from ..base import slot
 from ..capture import mark
 from ..comm import Communicator
 from ..core import random_scopes
+from ..core.precision import GradScaler
 from ..errors import ConfigError
-from ..nn.utils import global_norm
 from ..parallel import StepOutcome
 from ..settings import Training
 from ..train import Stepper, repeats_itself
@@ -32,6 +32,8 @@ from .optimizer_parts import OptimizerParts
 from .shards import BatchSums, Shards, is_compiled, read_weight
 from .whole_batch_loss import Outputs, WholeBatchLoss
 
+#: What products are rounded to in these precisions.
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NOTHING = contextlib.nullcontext()  # may be entered again and again
 
 
@@ -53,6 +55,7 @@ class ModuleStepper(Stepper):
         forward_watch: notes the attributes that forward() sets.
         forward_check: finds what forward() and the loss change and read.
         settings: of the trainer.
+        scaler: the loss scale of precision="fp16".
         comm: all ranks.
         say: reports a line to the user.
     """
@@ -73,10 +76,11 @@ class ModuleStepper(Stepper):
         forward_watch: ForwardWatch,
         forward_check: ForwardCheck,
         settings: Training,
+        scaler: GradScaler,
         comm: Communicator,
         say: Callable[[str], None],
     ) -> None:
-        super().__init__(settings.clip_norm)
+        super().__init__(settings.clip_norm, scaler, say)
         self.module = module
         self.optimizer = optimizer
         self.loss = nn.CrossEntropyLoss() if loss is None else loss
@@ -97,7 +101,6 @@ class ModuleStepper(Stepper):
         self.precision = settings.precision
         self.zero = settings.zero
         self.comm = comm
-        self.say = say
         self._loss_checked = False
         self._evaluation_checked = False
         self._metrics_checked = False
@@ -307,10 +310,17 @@ class ModuleStepper(Stepper):
         self.shards.weigh(weight)
         if train and weight:
             with slot.span("backward"):
-                loss.backward()
+                self._scale(loss).backward()
         self.shards.count(
             self.arena.device.read(loss.detach()), *self._measure(out, y, lo, samples)
         )
+
+    def _scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns the loss times the loss scale of fp16.
+
+        The product is float32, because a loss of 16 bits would overflow.
+        """
+        return loss.float() * self.scaler.value if self.scaler.enabled else loss
 
     def _measure(self, out: Any, y: Any, lo: int, samples: int) -> list[float | torch.Tensor]:
         """Returns the sums of the metrics over a shard, and collects what others need of it.
@@ -385,7 +395,9 @@ class ModuleStepper(Stepper):
                 with self.forward_watch.looking(), _one_line_errors, self._watch_shard():
                     x, y = self._read_shard(batch, lo, hi)
                     outputs.add(lo, hi, *self._compute_output(x, y))
-        all_shards = outputs.exchanged(self.comm, failed=outcome.error is not None)
+        all_shards = outputs.exchanged(
+            self.comm, failed=outcome.error is not None, device=self.arena.device
+        )
         if all_shards is None:
             if train:
                 self.shards.settle(step_taken=False)
@@ -405,6 +417,7 @@ class ModuleStepper(Stepper):
                     self._compute_loss,
                     summands=samples if self._loss_is_sum else 1,
                     train=train,
+                    scale=self.scaler.value,
                 )
         return joined
 
@@ -490,9 +503,10 @@ class ModuleStepper(Stepper):
         return self.module(*x) if isinstance(x, tuple) else self.module(x)
 
     def _enter_autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.precision != "bf16":
+        dtype = AUTOCAST_DTYPES.get(self.precision)
+        if dtype is None:
             return _NOTHING
-        return torch.autocast(self.arena.device.type, dtype=torch.bfloat16)
+        return torch.autocast(self.arena.device.type, dtype=dtype)
 
     def commit(self, sums: BatchSums) -> bool:
         """Updates the parameters from the mean gradient, if loss and gradient are finite.
@@ -503,6 +517,9 @@ class ModuleStepper(Stepper):
         gradient = self.shards.gradient
         finite = math.isfinite(sums.loss) and self._has_finite_gradients(gradient)
         if finite:
+            if self.scaler.enabled:
+                # a power of two, so no digit changes; ranks with parts of it have agreed
+                gradient.mul_(1 / self.scaler.value)
             if self.clip_norm is not None:
                 self.grad_norm = norm = self._compute_norm()
                 if math.isfinite(norm) and norm > self.clip_norm:
@@ -545,14 +562,11 @@ class ModuleStepper(Stepper):
 
         It has the same bits however the gradient is distributed over ranks.
         """
-        gradient = self.shards.gradient
 
         def combine_by(op: str) -> Callable[[np.ndarray], np.ndarray]:
             return lambda a: self.comm.all_reduce(a, op) if self.partial else a
 
-        array = host_array(gradient)
-        local_runs = [(array.ctypes.data, array.size)] if array.size else []
-        return global_norm(local_runs, combine_by("max"), combine_by("sum"))
+        return self.arena.device.norm(self.shards.gradient, combine_by)
 
     def measured(self, sums: BatchSums) -> dict[str, float]:
         """Returns the metrics of a step by name, without an accuracy that counted no sample."""
@@ -593,7 +607,7 @@ class ModuleStepper(Stepper):
             return _tensors_in(self._call_module(x))
 
     def _predict_shard(self, x: Any, samples: int) -> np.ndarray:
-        """Returns the outputs (samples, ...) of a shard; bfloat16 becomes float32.
+        """Returns the outputs (samples, ...) of a shard; those of 16 bits become float32.
 
         Raises ConfigError: forward() gives another shape, or no tensor.
         """
@@ -605,7 +619,7 @@ class ModuleStepper(Stepper):
                 f"[torch] forward() of {samples} samples gives {kind}; give a tensor "
                 f"({samples}, ...)"
             )
-        return host_array(out.float() if out.dtype == torch.bfloat16 else out)
+        return host_array(out.float() if out.dtype in AUTOCAST_DTYPES.values() else out)
 
 
 def _tensors_in(tree: Any) -> list[torch.Tensor]:

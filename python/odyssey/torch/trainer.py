@@ -41,7 +41,7 @@ from .first_shard import FirstShard
 from .optimizer_parts import OptimizerParts
 from .shards import BatchSums, Shards
 from .state import ModuleState
-from .stepper import ModuleStepper
+from .stepper import AUTOCAST_DTYPES, ModuleStepper
 from .zero import Spread
 
 
@@ -66,7 +66,8 @@ class DistributedTrainer(Trainer):
             where targets are classes. Of batches that are dicts: functions of (output, batch);
             names and objects compare the output's `logits` with batch["labels"].
         shard_size: samples per shard, which torch runs as one batch: part of what is computed.
-            Default: 32 from a global batch of 128 on, 16 from 32 on, one shard below.
+            Default on CPUs: 32 from a global batch of 128 on, 16 from 32 on, one shard below. On
+            GPUs: an eighth of the global batch, rounded up, and at least 2.
         threads: of torch, in every rank: part of what is computed, so never the number of cores.
         deterministic: "error": an operation without a deterministic form ends the training, and so
             does a buffer that nothing merges; "warn": it is told, and bits are not promised.
@@ -80,7 +81,8 @@ class DistributedTrainer(Trainer):
 
                 DistributedTrainer(module, optimizer, loss, weight=lambda out, y: (y != -100).sum())
         mesh, progress, comm, backend: as for odyssey.DistributedTrainer; replicas only.
-        settings: by keyword: seed, precision ("fp32", or "bf16": autocast), clip_norm,
+        settings: by keyword: seed, precision ("fp32", or autocast: "bf16", or "fp16" with a loss
+            scale, scaler_init_scale and scaler_growth_interval), clip_norm,
             accumulation_steps, zero (of its parameters alone a rank keeps 1: the optimizer's state,
             2: gradients too, 3: values too), nonfinite, check_every, reduction, servers,
             ranks_per_node, compression, compression_ratio, compression_warmup_steps, powersgd_rank.
@@ -127,6 +129,8 @@ class DistributedTrainer(Trainer):
                 f"[torch] the mesh is {self.mesh}; a torch module is trained by replicas: Mesh(dp=)"
             )
         self.strategy = declaration.part(Strategy, training)
+        if self.scaler.enabled:
+            self.strategy.check(self.mesh, training.zero, training.precision)
         self.module = module
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -175,7 +179,7 @@ class DistributedTrainer(Trainer):
             "other_arithmetic": settings.other_arithmetic,
         }
         if settings.zero > 1 and self.comm.size > 1:
-            autocast = settings.precision == "bf16"
+            autocast = settings.precision in AUTOCAST_DTYPES
             return Spread(
                 self.module,
                 self.comm,
@@ -214,10 +218,18 @@ class DistributedTrainer(Trainer):
             forward_watch=watch,
             forward_check=ForwardCheck(self.capture, is_strict, self.say),
             settings=settings,
+            scaler=self.scaler,
             comm=self.comm,
             say=self.say,
         )
-        self.sharing = BatchSharing(self.shards, self.mode, self.layout, lambda form: 1, self.say)
+        self.sharing = BatchSharing(
+            self.shards,
+            self.mode,
+            self.layout,
+            lambda form: 1,
+            self.say,
+            lambda samples, rows: self.arena.device.default_shard_size(samples),
+        )
         self.feed = ModuleFeed(
             self.mode,
             settings.accumulation_steps,
@@ -264,12 +276,14 @@ class DistributedTrainer(Trainer):
         self._check_route(len(batch.indices))
         with slot.span("optimizer"), self.shards.modes.held():
             applied = self.stepper.commit(sums)
+        if self.scaler.enabled:
+            self._adapt_scale(applied, batch, rate)
+        elif not applied:
+            quantity = "gradient" if math.isfinite(sums.loss) else "loss"
+            self.loop.handle_nonfinite(batch, quantity, rate)
         if applied:
             self.numerics.fine()
             self.stepper.advance_scheduler()
-        else:
-            quantity = "gradient" if math.isfinite(sums.loss) else "loss"
-            self.loop.handle_nonfinite(batch, quantity, rate)
         return self._count_step(sums, values, applied, rate)
 
     def _share_out(self, batch: datasets.Batch) -> None:
@@ -355,8 +369,8 @@ class DistributedTrainer(Trainer):
         rank.
 
         loader: of batches (x, y), (x,), x or dicts; or a data set; or one tensor of samples (N,
-        ...). Returns a tensor (N, ...) of the outputs' dtype, float32 for "bf16": the outputs, or
-        their `logits`. Raises ConfigError: they are no tensors, or have several shapes.
+        ...). Returns a tensor (N, ...) of the outputs' dtype, float32 for "bf16" and "fp16": the
+        outputs, or their `logits`. Raises ConfigError: they are no tensors, or have several shapes.
         """
         if isinstance(loader, torch.Tensor):
             loader = torch.utils.data.TensorDataset(loader)

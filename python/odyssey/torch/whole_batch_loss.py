@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from ..comm import Communicator
 from ..errors import ConfigError
 from ..train import spread
+from .device import Device
 from .objects import packed, unpacked
 
 
@@ -39,10 +40,10 @@ class Outputs:
         self.output_leaves = len(pytree.tree_leaves(out))
         self.shards[lo, hi] = [t.detach() if isinstance(t, torch.Tensor) else t for t in leaves]
 
-    def exchanged(self, comm: Communicator, failed: bool) -> list[Any] | None:
+    def exchanged(self, comm: Communicator, failed: bool, device: Device) -> list[Any] | None:
         """Sends the tensors of this rank's shards to all ranks; a collective call.
 
-        failed: True if this rank's first pass failed.
+        failed: True if this rank's first pass failed. device: of the tensors.
 
         Returns [first sample, one past the last, tensors] of the shards of all ranks in order, or
         None if a rank has failed.
@@ -53,7 +54,7 @@ class Outputs:
         ]
         rank_results = [spread(comm, [failed, local_shards], rank) for rank in range(comm.size)]
         shards = [
-            [lo, hi, [unpacked(tensor) for tensor in tensors]]
+            [lo, hi, [device.put(unpacked(tensor)) for tensor in tensors]]
             for _, rank_shards in rank_results
             for lo, hi, tensors in rank_shards
         ]
@@ -71,6 +72,7 @@ class WholeBatchLoss:
         loss: a function of (output, targets).
         summands: the number that the loss is divided by, if it is a sum; 1 if it is a mean.
         train: True if gradients are needed.
+        scale: what gradients are multiplied by.
 
     Raises:
         ConfigError: The outputs of the shards can't be joined.
@@ -84,6 +86,7 @@ class WholeBatchLoss:
         *,
         summands: int,
         train: bool,
+        scale: float = 1.0,
     ) -> None:
         self.outputs = outputs
         _, self._samples, _ = shards[-1]
@@ -105,6 +108,8 @@ class WholeBatchLoss:
             value = value / summands
         self.loss = float(value.detach())
         if train:
+            if scale != 1:
+                value = value.float() * scale  # 16 bits would overflow
             self._gradients = torch.autograd.grad(
                 value, [leaves[i] for i in self._gradient_leaves], allow_unused=True
             )

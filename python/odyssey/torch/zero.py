@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..comm import Communicator
 from ..core import native
@@ -441,7 +441,8 @@ class Spread(Shards):
             memory = native.memory(bucket.flat.data_ptr(), nbytes).view(np.float32)
             self.comm.broadcast(memory, root=bucket.owner)
         else:
-            with on_host(bucket.flat) as values:
+            # the copies to and from the host are operations too, which must not fetch the bucket
+            with _disable_current_modes(), on_host(bucket.flat) as values:
                 self.comm.broadcast(values, root=bucket.owner)
         self._uncounted_traffic[:2] += nbytes * (self.comm.size - 1) * is_owner
         if not is_owner and not keep and n not in self._live_buckets:

@@ -24,6 +24,7 @@ class BatchSharing:
         rows: rows that a sample of a form takes in kernels, alike on all ranks; None: the form is
             not known yet.
         say: tells the user a line.
+        default_size: returns the samples per shard from (samples of the global batch, rows).
     """
 
     def __init__(
@@ -33,12 +34,14 @@ class BatchSharing:
         layout: Any,
         rows: Callable[[Form | None], int | None],
         say: Callable[[str], None],
+        default_size: Callable[[int, int], int] = default_shard_size,
     ) -> None:
         self.runner = runner
         self.mode = mode
         self.layout = layout
         self.rows = rows
         self.say = say
+        self.default_size = default_size
         self._idle_counted = False
         self._route_checked = False
 
@@ -66,7 +69,7 @@ class BatchSharing:
             rows = self.rows(form)
             if rows is None:
                 return  # the first batch says it
-            self.shard_size = default_shard_size(batch_size or samples, rows)
+            self.shard_size = self.default_size(batch_size or samples, rows)
         if not self._idle_counted:
             self._idle_counted = True
             self._count_idle(samples)

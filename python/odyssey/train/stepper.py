@@ -31,13 +31,25 @@ ABSOLUTE_TOLERANCE = 1e-6
 class Stepper:
     """What the steppers of odyssey's and of torch's modules have in common.
 
+    Args:
+        clip_norm: the largest norm of the mean gradient; None: no limit.
+        scaler: the loss scale of precision="fp16".
+        say: tells the user a line.
+
     Attributes:
         steps: optimizer steps so far.
         last: the last step; None before the first, and after one that was left out.
         grad_norm: the norm of the last step's mean gradient, where it was needed; else None.
     """
 
-    def __init__(self, clip_norm: float | None) -> None:
+    def __init__(
+        self,
+        clip_norm: float | None,
+        scaler: precisions.GradScaler,
+        say: Callable[[str], None],
+    ) -> None:
+        self.scaler = scaler
+        self.say = say
         self.steps = 0
         self.last: Step | None = None
         self.grad_norm: float | None = None
@@ -54,6 +66,21 @@ class Stepper:
         if norm != self._clip_norm:
             setting_versions.updates.rise()
         self._clip_norm = norm
+
+    def update_scale(self, applied: bool) -> None:
+        """Sets the loss scale for the next step; all ranks hold the same sums, so all set the
+        same.
+
+        Raises NumericsError: no smaller scale is left, so it is not the scale that overflows.
+        """
+        previous_scale = self.scaler.value
+        self.scaler.update(applied)
+        if not applied:
+            self.say(
+                f"[precision] step {self.steps + 1} skipped: gradients overflowed at loss scale "
+                f"{precisions.scale_text(previous_scale)}; scale is now "
+                f"{precisions.scale_text(self.scaler.value)}"
+            )
 
 
 class EngineStepper(Stepper):
@@ -90,17 +117,15 @@ class EngineStepper(Stepper):
         clip_norm: float | None,
         say: Callable[[str], None],
     ) -> None:
-        super().__init__(clip_norm)
+        super().__init__(clip_norm, scaler, say)
         self.model = model
         self.loss = loss
         self.optimizer = optimizer
         self.learning_rate = learning_rate
-        self.scaler = scaler
         self.arena = arena
         self.engine = engine
         self.evaluation_engine = evaluation_engine
         self.mode = mode
-        self.say = say
         self.is_recorded = False
         self._sums: Sums | None = None  # of the last step
         self._divisor = np.ones(1, np.float32)  # of the last step, if it is not its samples
@@ -143,21 +168,6 @@ class EngineStepper(Stepper):
                 divisor *= norm / self.clip_norm
         self._divisor = np.array([divisor], np.float32)
         return self._divisor.ctypes.data
-
-    def update_scale(self, applied: bool) -> None:
-        """Sets the loss scale for the next step; all ranks hold the same sums, so all set the
-        same.
-
-        Raises NumericsError: no smaller scale is left, so it is not the scale that overflows.
-        """
-        previous_scale = self.scaler.value
-        self.scaler.update(applied)
-        if not applied:
-            self.say(
-                f"[precision] step {self.steps + 1} skipped: gradients overflowed at loss scale "
-                f"{precisions.scale_text(previous_scale)}; scale is now "
-                f"{precisions.scale_text(self.scaler.value)}"
-            )
 
     def count_absent_step(self) -> None:
         """Counts a step in which this rank has no samples."""

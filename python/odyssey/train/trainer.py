@@ -21,14 +21,13 @@ from ..capture import Capture
 from ..checkpoints.trainable import Evaluation, History, Step
 from ..compile import gpus
 from ..core import arithmetic as samples
-from ..core import precision as precisions
 from ..core.arena import Arena
 from ..core.offload import maker, offload
 from ..engine.engine import Engine
 from ..engine.layout import Layout
 from ..engine.metrics import chosen
 from ..engine.sums import Sums
-from ..errors import ConfigError, NumericsError
+from ..errors import ConfigError
 from ..nn import Module
 from ..optim import Optimizer, Schedule
 from ..parallel.mesh import Groups, Mesh
@@ -139,11 +138,6 @@ class DistributedTrainer(Trainer):
         self.optimizer = optimizer
         self.schedule = schedule or (lambda step: 1.0)
         construction.check_shared(self.mesh, training.precision)
-        self.scaler = precisions.GradScaler(
-            training.scaler_init_scale,
-            growth_interval=training.scaler_growth_interval,
-            enabled=training.precision == "fp16",
-        )
         self.lr_scaling = training.lr_scaling
         self.arena = self._bind(strategy)
         self.arithmetic = Arithmetic(
@@ -413,14 +407,7 @@ class DistributedTrainer(Trainer):
     def _judge(self, sums: Sums, applied: bool, batch: datasets.Batch, rate: float) -> None:
         """Adapts the loss scale, and handles a step whose loss or gradient is not finite."""
         if self.scaler.enabled:
-            try:
-                self.stepper.update_scale(applied)
-            except NumericsError as error:
-                # no smaller scale is left: it is not the scale that overflows
-                if self.numerics.policy == "stop":
-                    error.raised_on_all_ranks = True
-                    raise
-                self.loop.handle_nonfinite(batch, "gradient", rate)
+            self._adapt_scale(applied, batch, rate)
         elif not applied:
             loss = self.stepper.engine.summed_loss(sums)
             quantity = "gradient" if math.isfinite(loss) else "loss"

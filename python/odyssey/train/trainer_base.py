@@ -32,8 +32,9 @@ from ..capture import Capture, edges_of_host, register_edges, register_walkable
 from ..checkpoints import Snapshot
 from ..checkpoints.trainable import KEEP, Evaluation, History, Mode, Saving, Step, Tally
 from ..comm import Communicator
+from ..core import precision as precisions
 from ..core.offload import offload
-from ..errors import ConfigError
+from ..errors import ConfigError, NumericsError
 from ..settings.declarations import Training, check
 from . import agreement, checkpoint_parts, resume
 from .arithmetic import Arithmetic
@@ -90,6 +91,11 @@ class Trainer:
         self.mode = Mode(self)
         self.seed = settings.seed
         self.precision = settings.precision
+        self.scaler = precisions.GradScaler(
+            settings.scaler_init_scale,
+            growth_interval=settings.scaler_growth_interval,
+            enabled=settings.precision == "fp16",
+        )
         self.accumulation_steps = settings.accumulation_steps
         self.check_every = settings.check_every
         self.numerics = NonFinite(settings.nonfinite)
@@ -308,6 +314,20 @@ class Trainer:
     def take_step(self, batch: datasets.Batch) -> Step:
         """Takes one optimizer step over a global batch. Each kind of trainer has its own."""
         raise NotImplementedError
+
+    def _adapt_scale(self, applied: bool, batch: datasets.Batch, rate: float) -> None:
+        """Sets the loss scale for the next step.
+
+        Raises NumericsError: no smaller scale is left, and steps that are not finite end training.
+        """
+        try:
+            self.stepper.update_scale(applied)
+        except NumericsError as error:
+            # no smaller scale is left: it is not the scale that overflows
+            if self.numerics.policy == "stop":
+                error.raised_on_all_ranks = True
+                raise
+            self.loop.handle_nonfinite(batch, "gradient", rate)
 
     def take_steps(self, batches: Iterable[datasets.Batch], limit: int | None) -> None:
         """Takes a step for each of the batches, at most `limit`."""
