@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..core import fingerprint, native, random_scopes
-from ..data.nested import mapped
+from ..data import mapped
 from ..nn.utils import global_norm
 from ..parallel import default_shard_size
 from .device_sums import DeviceNorm, fingerprint_of
@@ -122,7 +122,7 @@ class Device:
         float in the whole. Other devices copy one number to the host.
         """
         if self.is_host:
-            return fingerprint.add([fingerprint.of(flat.numpy(), at) for flat, at in tensors])
+            return fingerprint.add([fingerprint.of(flat.numpy(), start) for flat, start in tensors])
         return fingerprint_of(tensors)
 
     def norm(self, flat: torch.Tensor, combine: Callable[[str], Combine]) -> float:
@@ -130,7 +130,8 @@ class Device:
 
         combine: returns a function that combines an array of all ranks by "max" or by "sum".
         """
-        largest, total = combine("max"), combine("sum")
+        largest = combine("max")
+        total = combine("sum")
         if not self.is_host:
             return global_norm([flat], largest, total, machine=DeviceNorm())
         runs = [(flat.data_ptr(), flat.numel())] if flat.numel() else []

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from .. import GradScaler
 from .. import data as datasets
 from ..base import slot
 from ..capture import mark
 from ..comm import Communicator
 from ..core import random_scopes
-from ..core.precision import GradScaler
 from ..errors import ConfigError
 from ..parallel import StepOutcome
 from ..settings import Training
