@@ -426,7 +426,7 @@ def test_an_operation_without_a_deterministic_form_is_refused_or_told():
         (net, torch.optim.SGD, {"num_gpus": 2}, "num_gpus=2 is a setting of our own models"),
         (net, torch.optim.SGD, {"reduction": "local_sgd"}, "ranks take every step together"),
         (net, torch.optim.SGD, {"deterministic": "no"}, "choose from error, warn"),
-        (net, torch.optim.SGD, {"precision": "fp16"}, "precision is 'fp16'"),
+        (net, torch.optim.SGD, {"precision": "tf32"}, "precision is 'tf32'"),
         (
             net,
             torch.optim.SGD,
