@@ -209,3 +209,14 @@ def test_a_long_chain_of_objects_ends():
     assert (
         sum(entry.sort == "reference" for entry in walk({"model": node}).entries.values()) > 20_000
     )
+
+
+def test_a_hash_that_each_process_computes_otherwise_is_no_state():
+    class GenerationConfig:  # as that of transformers
+        def __init__(self) -> None:
+            self.temperature = 0.5
+            self._original_object_hash = hash("a")
+
+    entries = walk({"model": GenerationConfig()}).entries
+    assert "model.temperature" in entries
+    assert "model._original_object_hash" not in entries

@@ -444,7 +444,13 @@ def not_state(kind: type) -> frozenset[str]:
     names: set[str] = set()
     for base in kind.__mro__:
         names.update(vars(base).get("_not_state", ()))
+        names.update(_NO_STATE_OF.get(base.__qualname__, ()))
     return frozenset(names)
+
+
+# Attributes of classes of other packages that are no state, by class. This one is a hash() of
+# strings, which each process of Python computes otherwise.
+_NO_STATE_OF = {"GenerationConfig": ("_original_object_hash",)}
 
 
 @functools.cache

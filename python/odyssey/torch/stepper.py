@@ -231,8 +231,13 @@ class ModuleStepper(Stepper):
 
         # with zero=2 backward() of one rank would wait for the others
         has_gradients = self.zero < 2 or self.comm.size == 1
+        fixed = [tensor for _, tensor in (*self.shards.norms.fixed_buffers, *self.arena.named)]
+        versions = [tensor._version for tensor in fixed]
 
         def compute() -> list[Any]:
+            # such results say nothing, and the end of the shards raises an error that names it
+            if [tensor._version for tensor in fixed] != versions:
+                raise ConfigError("[torch] forward() changes a parameter or buffer")
             with self.shards.drawing(step, train=True), self.shards.norms.unchanged():
                 if not has_gradients:
                     return self._results_of(x, y)
