@@ -444,7 +444,7 @@ def not_state(kind: type) -> frozenset[str]:
     names: set[str] = set()
     for base in kind.__mro__:
         names.update(vars(base).get("_not_state", ()))
-        names.update(_NO_STATE_OF.get(base.__qualname__, ()))
+        names.update(_NO_STATE_OF.get(base.__name__, ()))
     return frozenset(names)
 
 
