@@ -81,7 +81,7 @@ FIXED = {
     "base_batch_size mesh metrics mode model optimizer replicas scaler schedule settings "
     "threads workers arena device",
     "torch": "seed precision accumulation_steps check_every comm deterministic gather layout loss "
-    "mesh metrics mode module optimizer replicas scheduler settings shards strategy threads "
+    "mesh metrics mode module optimizer replicas scaler scheduler settings shards strategy threads "
     "workers zero arena",
 }
 

@@ -70,9 +70,22 @@ class _DeviceModule:
 
 
 _setup_privateuseone_for_python_backend(NAME, backend_module=_DeviceModule())
-# module.to() keeps parameters, so tied ones stay tied, as on CUDA
-torch.__future__.set_swap_module_params_on_conversion(True)
 DEVICE = torch.device(NAME, 0)
+_move = torch.nn.Module.to
+
+
+def _move_and_keep_parameters(module: torch.nn.Module, *target: Any, **options: Any) -> Any:
+    """Moves a module and keeps its parameters, so that tied ones stay tied, as on CUDA."""
+    previous = torch.__future__.get_swap_module_params_on_conversion()
+    is_here = any(NAME in str(one) for one in (*target, *options.values()))
+    torch.__future__.set_swap_module_params_on_conversion(previous or is_here)
+    try:
+        return _move(module, *target, **options)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(previous)
+
+
+torch.nn.Module.to = _move_and_keep_parameters
 _DRAWING = ("dropout", "bernoulli", "normal", "uniform", "rand", "exponential", "random")
 
 

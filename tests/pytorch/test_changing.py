@@ -295,7 +295,7 @@ def test_a_rate_of_numpy_is_compared_between_ranks():
 
 UNSEEDED = {
     "numpy": lambda: float(np.random.default_rng().normal()),
-    "os": lambda: os.urandom(2)[0] / 256,
+    "os": lambda: int.from_bytes(os.urandom(6), "big") / 2**48,
     "random": lambda: random.SystemRandom().random(),
     "time": lambda: time.perf_counter() % 1,
 }
