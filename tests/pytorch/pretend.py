@@ -72,17 +72,19 @@ class _DeviceModule:
 _setup_privateuseone_for_python_backend(NAME, backend_module=_DeviceModule())
 DEVICE = torch.device(NAME, 0)
 _move = torch.nn.Module.to
+_one_moves = threading.Lock()
 
 
 def _move_and_keep_parameters(module: torch.nn.Module, *target: Any, **options: Any) -> Any:
     """Moves a module and keeps its parameters, so that tied ones stay tied, as on CUDA."""
-    previous = torch.__future__.get_swap_module_params_on_conversion()
-    is_here = any(NAME in str(one) for one in (*target, *options.values()))
-    torch.__future__.set_swap_module_params_on_conversion(previous or is_here)
-    try:
+    if not any(NAME in str(one) for one in (*target, *options.values())):
         return _move(module, *target, **options)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(previous)
+    with _one_moves:  # ranks may be threads, and this is a setting of the process
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            return _move(module, *target, **options)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 torch.nn.Module.to = _move_and_keep_parameters
