@@ -51,7 +51,8 @@ def trained(case: Training, layout: Layout, comm: Communicator, **fit: Any) -> R
     )
     if trainer.layout.balance:
         trainer.layout.balance = Anywhere(comm, 1)
-    changes = case.callbacks(scheduler is not None, module)
+    with trainer.gathered():  # a callback may copy the module
+        changes = case.callbacks(scheduler is not None, module)
     if case.loop == "own steps":
         history = History()
         _take_steps(case, trainer, case.batches(comm), changes, **fit)

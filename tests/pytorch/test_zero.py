@@ -4,6 +4,7 @@ with; memory.
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import threading
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from odyssey.comm import mock
+from odyssey.errors import ConfigError
 
 torch = pytest.importorskip("torch")
 
@@ -393,3 +395,25 @@ def test_own_loop_reads_the_shards_that_the_trainer_gives_to_a_rank(zero):
     (expected,) = mock.run(1, take_steps_of_own_loop, 0)
     for ranks in (2, 3):
         assert set(mock.run(ranks, take_steps_of_own_loop, zero)) == {expected}
+
+
+def test_a_copy_of_a_module_in_parts_is_an_error():
+    module = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    expected = [p.detach().clone() for p in module.parameters()]
+    batches = [(torch.randn(4, 4), torch.arange(4) % 2)]
+
+    def train(comm):
+        net = copy.deepcopy(module)
+        optimizer = torch.optim.SGD(net.parameters(), 0.0)
+        trainer = ot.DistributedTrainer(net, optimizer, comm=comm, zero=3, shard_size=2)
+        with pytest.raises(ConfigError, match="copy it inside `with trainer.gathered"):
+            copy.deepcopy(net)
+        with trainer.gathered() as whole:
+            copied = copy.deepcopy(whole)
+        trainer.fit(batches, verbose=False)
+        with pytest.raises(ConfigError, match="copy it inside `with trainer.gathered"):
+            copy.deepcopy(net)
+        return [p.detach() for p in copied.parameters()]
+
+    for copied in mock.run(2, train):
+        assert all(map(torch.equal, copied, expected))

@@ -51,6 +51,14 @@ FUSED = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 Nodes = list[tuple[int, np.ndarray]]  # (number of shards, their sum), the largest number first
 
 
+def _refuse_copy(memo: Any) -> Any:
+    """Stands in for the copy of a parameter that this rank has only a part of."""
+    raise ConfigError(
+        "[torch] copy.deepcopy() of a module whose parameters are shared out over ranks (zero=3) "
+        "would copy NaN; copy it inside `with trainer.gathered() as module:`"
+    )
+
+
 class Bucket:
     """The parameters of the arena with the numbers `run`. The rank `owner` keeps their values.
 
@@ -283,6 +291,7 @@ class Spread(Shards):
         nan = torch.full((), float("nan"), device=self.arena.device.torch_device)
         for _, parameter in self.arena.named:
             parameter.data = nan.expand(parameter.shape)
+            parameter.__deepcopy__ = _refuse_copy
         self._is_gathered = False
         self.arena.settle()
         self._versions = [parameter._version for _, parameter in self.arena.named]
@@ -299,6 +308,7 @@ class Spread(Shards):
             for i, place in zip(bucket.run, places, strict=True):
                 _, parameter = self.arena.named[i]
                 parameter.data = place
+                vars(parameter).pop("__deepcopy__", None)
         self.arena.settle()
 
     def _check_hidden(self) -> None:
