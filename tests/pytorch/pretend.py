@@ -164,7 +164,7 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """
     _use_threads_of_main()
     if func._can_decompose() and _is_composite(func):
-        # below autograd PyTorch doesn't split operations such as aten::to, which moves data
+        # PyTorch has not split such an operation, for example aten::to, into simpler ones yet
         return func.decompose(*args, **kwargs)
     operation = func.overloadpacket
     is_copy = operation is torch.ops.aten.copy_

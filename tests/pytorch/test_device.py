@@ -180,7 +180,7 @@ def test_module_on_two_devices_is_refused_by_name():
 
 
 def pull_apart(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """A loss that compares all samples of a batch with each other."""
+    """Returns a loss that is small if the outputs of different samples differ."""
     z = nn.functional.normalize(out, dim=1)
     return nn.functional.cross_entropy(z @ z.T, torch.arange(len(z), device=z.device))
 
@@ -291,7 +291,7 @@ def test_default_shard_is_of_the_first_batch_and_kept_in_checkpoints(tmp_path):
     batches = make_batches(1)  # of 16 samples
     trainer.fit(batches, verbose=False, checkpoint_dir=tmp_path)
     assert trainer.shard_size == 2
-    # on the CPU the default is one shard of 16 samples
+    # a trainer on the CPU would use one shard of 16 samples, but the checkpoint has shards of 2
     net = draw_net(random.Random(1))
     trainer = DistributedTrainer(
         net, torch.optim.SGD(net.parameters(), lr=0.1), other_arithmetic=True

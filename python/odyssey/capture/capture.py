@@ -77,7 +77,7 @@ GENERATORS = frozenset({"random", "generator", "random state", "seed sequence", 
 _READ_AHEAD_ROOTS = frozenset({"transform", "collate"})  # which loaders call ahead of the steps
 # Modules whose functions a checkpoint may name: they compute, and open no files.
 _ARITHMETIC = ("math.", "odyssey.core.", "torch.nn.functional.", "torch._C._nn.")
-_WEAK = "weak"  # ends what tells where a weak reference is held
+_WEAK = "weak"  # the last item of the key of a place that holds a weak reference
 _AT_EPOCH_START = "epoch start "  # starts the names of arrays
 
 
@@ -779,8 +779,8 @@ class Capture:
             return
         holder = "keys" if isinstance(entry.value, dict) else "items"
         raise ConfigError(
-            f"[capture] {entry.path} has ids of objects as {holder}, which are others in a resumed "
-            f"run; use names or positions, or {ADVICE}"
+            f"[capture] {entry.path} has ids of objects as {holder}. A resumed run has other ids; "
+            f"use names or positions, or {ADVICE}"
         )
 
     def _is_missed(self, entry: Entry) -> bool:
@@ -1023,8 +1023,10 @@ class Capture:
         return functions
 
     def _lost_functions(self, picture: Picture) -> dict[str, str]:
-        """Returns the names of functions that a step has put where nothing was and that a resumed
-        run can't find, such as lambdas, by path.
+        """Returns functions that a resumed run will lack: their names, by path.
+
+        A step has set them where None or nothing was, and no module has them under their names.
+        For example, they are lambdas.
         """
         lost: dict[str, str] = {}
         earlier_aliases = {**self._built.aliases, **self._expected.aliases}
@@ -1043,9 +1045,9 @@ class Capture:
         return lost
 
     def _changed_classes(self, picture: Picture) -> dict[str, str]:
-        """Returns the names of the classes of objects that had another one at first, by path.
+        """Returns the class names of objects that have changed their class, by path.
 
-        Raises ConfigError: a class is one that a resumed run can't find.
+        Raises ConfigError: A resumed run can't find a class by its name.
         """
         changed: dict[str, str] = {}
         for path, (value, first_class) in self._first_classes.items():
@@ -1699,18 +1701,6 @@ class _Restorer:
             if entry is not None and entry.sort == REFERENCE and isinstance(entry.value, dict):
                 containers.put_in_order(entry.value, keys)
 
-    def _put_reduced(self, entry: Entry, parts: list[Any]) -> None:
-        """Gives an object of a class in C the state that was saved, or builds one of its class."""
-        _, arguments, state, items = parts
-        target = entry.value
-        if state is not None and hasattr(target, "__setstate__"):
-            target.__setstate__(state)
-            return
-        kind = type(target)
-        if items is not None or state is not None or kind.__module__ not in ("itertools",):
-            raise self.refuse(entry.path, f"a {kind.__qualname__} can't be set")
-        entry.place.set(kind(*arguments))
-
     def put_alias(self, path: str, first_path: str, parent: str, key: list[Any]) -> None:
         """Puts the object that is at `first_path` also to another path."""
         if first_path in (built_path(path), self.picture.aliases.get(path)):
@@ -1824,8 +1814,9 @@ def _code_in(picture: Picture) -> dict[str, Any]:
 
 
 def function_name(value: Any) -> str | None:
-    """Returns the qualified name of a function that its module has under this name: of a user's
-    own one, or one that computes with numbers and does nothing else. None if it is another value.
+    """Returns the qualified name under which a resumed run finds a function; None if it can't.
+
+    It finds functions of the user's own files, and mathematical functions of libraries.
     """
     if not isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
         return None
@@ -1868,7 +1859,7 @@ def method_name(method: Any) -> str | None:
 
 
 def _integer_keys(value: Any) -> set[int]:
-    """Returns the whole numbers that are keys of a dict or items of a set, also in one of these."""
+    """Returns the integers that are keys of a dict or items of a set, also in nested dicts."""
     if not isinstance(value, (dict, set, frozenset)):
         return set()
     keys = {key for key in value if type(key) is int}

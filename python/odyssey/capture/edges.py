@@ -448,8 +448,8 @@ def not_state(kind: type) -> frozenset[str]:
     return frozenset(names)
 
 
-# Attributes of classes of other packages that are no state, by class. This one is a hash() of
-# strings, which each process of Python computes otherwise.
+# Attributes of classes in other packages that are not state, by class. This one is a hash() of
+# strings, which differs in each Python process.
 _NO_STATE_OF = {"GenerationConfig": ("_original_object_hash",)}
 
 

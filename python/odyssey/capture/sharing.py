@@ -5,8 +5,8 @@ example, `self.row = self.table[2]` is a window on `self.table`, and a program t
 table in place reads the change in the row. A place inside a value is written as the path of the
 value and the positions of the items that lead there.
 
-Windows may also lie on memory that no value is the whole of. For example, a program may hold two
-halves of an array and not the array itself. Then a resumed run creates that memory: a block.
+Windows may also share memory although the program no longer holds the whole array. For example, it
+may hold two halves only. Then a resumed run creates a block of memory for them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Memory(NamedTuple):
             memory of its owner, as JSON has it; None if that can't be told.
         window: a function of (owner, form, array) that returns an array which lies there, or the
             array itself after it was moved there.
-        block: a function of (array, form) pairs that returns a new owner which has their entries
-            where they are to lie; None if two of them have different values at one place.
+        block: a function of (array, form) pairs that returns a new owner with the entries of all
+            arrays at their places; None if two arrays have different values for one place.
         owned: a function of an owner that returns its array; None if it has none now.
     """
 
