@@ -502,3 +502,58 @@ def test_what_backward_changes_and_reads_is_an_error(add, reads, monkeypatch):
             mock.run(1, train)
     else:
         assert len(set(mock.run(3, train) + mock.run(1, train))) == 1
+
+
+# --- with ZeRO ------------------------------------------------------------------------------------
+
+
+class CountingLoss:
+    """A loss that uses how often it was called, or notes it only."""
+
+    def __init__(self, reads: bool) -> None:
+        self.weight = 1.0
+        self.reads = reads
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.weight *= 0.9
+        loss = nn.functional.cross_entropy(output, target)
+        return loss * self.weight if self.reads else loss
+
+
+class CountingNet(Reversed):
+    """A net that uses how often forward() was called, or notes it only."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.weights = {"first": 1.0}
+        self.reads = reads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weights["first"] *= 0.9
+        output = super().forward(x)
+        return output * self.weights["first"] if self.reads else output
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, 4])  # of 4 ranks, one has no shard
+@pytest.mark.parametrize("place", ["loss", "forward", "hook"])
+@pytest.mark.parametrize("reads", [True, False])
+def test_zero_finds_state_that_a_shard_uses(zero, ranks, place, reads):
+    original = Reversed()
+
+    def train(comm) -> str:
+        module = CountingNet(reads and place == "forward")
+        module.load_state_dict(original.state_dict())
+        if place == "hook":
+            module.last.weight.register_hook(Scaler(reads))
+        loss = CountingLoss(reads and place == "loss")
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        trainer = DistributedTrainer(module, optimizer, loss, shard_size=4, comm=comm, zero=zero)
+        trainer.fit(BATCHES, verbose=False)
+        return trainer.weights_sha256()
+
+    if reads:
+        with pytest.raises(ConfigError, match="changes .* and reads it: how often that runs"):
+            mock.run(ranks, train)
+    else:
+        assert len({*mock.run(ranks, train), *mock.run(1, train)}) == 1

@@ -195,20 +195,20 @@ class ForwardCheck:
             paths = _without_built(_changed(before, after), before, after)
             _set_all(paths, after, before, copies)
 
-    def end(self, compute: Callable[[], list[Any]] | None) -> None:
+    def end(self, compute: Callable[[], list[Any]]) -> None:
         """Looks at what the shard has changed, and whether it has the same results again.
 
         Args:
             compute: returns the results of the shard as values. It is called with what was there
                 before the shard, and with what is there now; if its results differ, something that
-                has changed is read. None: that can't be tried on this layout.
+                has changed is read.
 
         Raises:
             ConfigError: Something that has changed is read, or counts calls, or results differ.
         """
         self.is_due = False
         self._look(compute)
-        if self.tries_again and self.strict and compute is not None:
+        if self.tries_again and self.strict:
             self._check_repeats(compute)
         self.tries_again = False
 
@@ -226,14 +226,14 @@ class ForwardCheck:
         if not repeats:
             raise ConfigError(f"[torch] {NOT_REPEATABLE}, or use deterministic='warn'")
 
-    def _look(self, compute: Callable[[], list[Any]] | None) -> None:
+    def _look(self, compute: Callable[[], list[Any]]) -> None:
         """Looks at what the shard has changed; see `end`."""
         after = self.capture.look(ROOTS)
         paths = _changed(self._before, after)
         if not paths and not _built_in(self._before, after):
             return
         tried = _without_built(paths, self._before, after)
-        if tried and compute is not None and (read := self._find_read(tried, after, compute)):
+        if tried and (read := self._find_read(tried, after, compute)):
             if self.strict:
                 self._check_repeats(compute)  # else draws, not the change, may be the cause
             self._refuse(read, after)

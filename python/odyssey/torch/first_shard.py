@@ -29,13 +29,12 @@ from .shards import Shards
 class FirstShard:
     """Compares the gradients of a batch's first shard between ranks, once for each fit().
 
-    With zero=3, and with deterministic="warn", nothing is compared: ranks have parameters in parts,
-    or operations may have other results each time.
+    With deterministic="warn" nothing is compared, because operations may have other results each
+    time.
 
     Args:
         shards: runs the shards of a batch.
         forward_check: puts back what forward() changes.
-        zero: the stage of ZeRO.
         run: runs forward and backward of a shard: run(inputs, targets, samples).
 
     Attributes:
@@ -47,13 +46,11 @@ class FirstShard:
         shards: Shards,
         forward_check: ForwardCheck,
         *,
-        zero: int,
         run: Callable[[Any, Any, int], None],
     ) -> None:
         self.shards = shards
         self.comm = shards.comm
         self.forward_check = forward_check
-        self.zero = zero
         self.run = run
         self.is_due = True
 
@@ -64,13 +61,13 @@ class FirstShard:
         """
         is_due = self.is_due
         self.is_due = False
-        if not is_due or self.comm.size == 1 or self.zero == 3 or not self.shards.strict:
+        if not is_due or self.comm.size == 1 or not self.shards.strict:
             return
         value = self._send_samples(batch)
 
         def compute() -> int | None:
             # an error of the model is raised by the step
-            with contextlib.suppress(Exception):
+            with self.shards.phase(), contextlib.suppress(Exception):
                 return None if value is None else self._compute(value, step)
             return None
 

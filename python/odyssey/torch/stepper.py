@@ -173,7 +173,9 @@ class ModuleStepper(Stepper):
         outcome = self.shards.begin(samples, train)
         joined: WholeBatchLoss | None = None
         is_split = samples > (self.shards.shard_size or samples)
-        if train and self.forward_check.is_due:
+        looks_at_forward = train and self.forward_check.is_due
+        first_shard: tuple[Any, Any, int] | None = None
+        if looks_at_forward:
             self.forward_check.begin()
         with self.shards.phase(), outcome.tried():
             batch = batch.covering(*self.shards.share(samples, train))
@@ -195,10 +197,17 @@ class ModuleStepper(Stepper):
                         self._run_shard(x, y, lo, hi - lo, train, is_split)
                     else:
                         self._run_second_pass(joined, x, y, lo, hi, train)
-                if train and self.forward_check.is_due:
-                    self._check_forward(x, y, hi - lo, step)
+                if looks_at_forward and first_shard is None:
+                    first_shard = x, y, hi - lo
+                    if not self.partial:
+                        self._check_forward(*first_shard, step)
                 if not train:
                     self._check_evaluation(lambda x=x, y=y: self._results_of(x, y), step)
+        if looks_at_forward and self.partial:
+            # In the step, backward() of one rank would wait for the gradients of the others.
+            with self.shards.phase(), self.shards.modes.held(), outcome.tried():
+                if first_shard is not None and outcome.error is None:
+                    self._check_forward(*first_shard, step)
         if train:
             self.forward_check.is_due = False  # also on a rank without a shard
             self.shards.coming_sizes = set()
@@ -229,8 +238,6 @@ class ModuleStepper(Stepper):
     def _check_forward(self, x: Any, y: Any, samples: int, step: int) -> None:
         """Looks at what the shard that was just run has changed; see `ForwardCheck.end`."""
 
-        # with zero=2 backward() of one rank would wait for the others
-        has_gradients = self.zero < 2 or self.comm.size == 1
         fixed = [tensor for _, tensor in (*self.shards.norms.fixed_buffers, *self.arena.named)]
         versions = [tensor._version for tensor in fixed]
 
@@ -239,14 +246,11 @@ class ModuleStepper(Stepper):
             if [tensor._version for tensor in fixed] != versions:
                 raise ConfigError("[torch] forward() changes a parameter or buffer")
             with self.shards.drawing(step, train=True), self.shards.norms.unchanged():
-                if not has_gradients:
-                    return self._results_of(x, y)
                 with gathered_prints(self.arena) as prints:
                     results = self.run_alone(x, y, samples)
                 return [*results, *prints]
 
-        # with zero=3 forward() of one rank would wait for the others
-        self.forward_check.end(None if self.zero == 3 and self.comm.size > 1 else compute)
+        self.forward_check.end(compute)
 
     def _results_of(self, x: Any, y: Any) -> list[Any]:
         """Returns the loss and the outputs of a shard, without gradients."""
@@ -262,9 +266,8 @@ class ModuleStepper(Stepper):
 
         Raises ConfigError: its results depend on how often forward() was called.
         """
-        # forward() of one rank would wait for the others, or draw at the same time
-        is_apart = (self.zero == 3 and self.comm.size > 1) or self.comm.in_threads
-        if self._evaluation_checked or is_apart or not self.forward_check.strict:
+        # ranks that are threads would draw at the same time
+        if self._evaluation_checked or self.comm.in_threads or not self.forward_check.strict:
             return
         self._evaluation_checked = True
 

@@ -244,7 +244,6 @@ class DistributedTrainer(Trainer):
             first_shard=FirstShard(
                 self.shards,
                 self.stepper.forward_check,
-                zero=self.zero,
                 run=self.stepper.run_alone,
             ),
             strategy=self.strategy,

@@ -288,12 +288,17 @@ class EngineChecks(RankChecks):
         if not is_own_file(rule.__code__.co_filename):
             return {}
         names = {name for group in names_in(rule.__code__) for name in group}
-        settings = {f"optimizer.{name}" for name in optimizer.settings}
-        marks = self.capture.look(("optimizer",)).marks()
+        picture = self.capture.look(("optimizer",))
+
+        def is_setting(path: str) -> bool:
+            # If the model leads to the optimizer too, the path starts with "model".
+            place = picture.entries[path].place
+            return place.holder is optimizer and place.key in optimizer.settings
+
         return {
             path: mark
-            for path, mark in marks.items()
-            if path not in settings and last_name(path) in names
+            for path, mark in picture.marks().items()
+            if last_name(path) in names and not is_setting(path)
         }
 
     def _check_rule(self) -> None:
