@@ -174,7 +174,7 @@ class ModuleStepper(Stepper):
         joined: WholeBatchLoss | None = None
         is_split = samples > (self.shards.shard_size or samples)
         looks_at_forward = train and self.forward_check.is_due
-        first_shard: tuple[Any, Any, int] | None = None
+        last_shard: tuple[Any, Any, int] | None = None
         if looks_at_forward:
             self.forward_check.begin()
         with self.shards.phase(), outcome.tried():
@@ -197,17 +197,13 @@ class ModuleStepper(Stepper):
                         self._run_shard(x, y, lo, hi - lo, train, is_split)
                     else:
                         self._run_second_pass(joined, x, y, lo, hi, train)
-                if looks_at_forward and first_shard is None:
-                    first_shard = x, y, hi - lo
-                    if not self.partial:
-                        self._check_forward(*first_shard, step)
+                last_shard = x, y, hi - lo
+                if looks_at_forward and self.forward_check.is_due and not self.partial:
+                    self._check_forward(*last_shard, step)
                 if not train:
                     self._check_evaluation(lambda x=x, y=y: self._results_of(x, y), step)
         if looks_at_forward and self.partial:
-            # In the step, backward() of one rank would wait for the gradients of the others.
-            with self.shards.phase(), self.shards.modes.held(), outcome.tried():
-                if first_shard is not None and outcome.error is None:
-                    self._check_forward(*first_shard, step)
+            self._check_forward_apart(outcome, last_shard, step)
         if train:
             self.forward_check.is_due = False  # also on a rank without a shard
             self.shards.coming_sizes = set()
@@ -251,6 +247,23 @@ class ModuleStepper(Stepper):
                 return [*results, *prints]
 
         self.forward_check.end(compute)
+
+    def _check_forward_apart(
+        self, outcome: StepOutcome, shard: tuple[Any, Any, int] | None, step: int
+    ) -> None:
+        """Checks a shard as `_check_forward` does, after the shards of a step; a collective call.
+
+        While the shards run, backward() of one rank would wait for the gradients of the others.
+
+        shard: inputs, targets and the number of samples; None on a rank without a shard.
+        """
+        with self.shards.phase(), self.shards.modes.held(), outcome.tried():
+            if shard is not None and outcome.error is None:
+                self._check_forward(*shard, step)
+        failed = self.comm.all_gather(np.array([outcome.error is not None], np.int32))
+        if failed.any():
+            self.shards.settle(step_taken=False)
+            outcome.end(math.nan)  # raises the error
 
     def _results_of(self, x: Any, y: Any) -> list[Any]:
         """Returns the loss and the outputs of a shard, without gradients."""
