@@ -135,6 +135,7 @@ class Capture:
         # objects and the classes that they had when they were first looked at, by path
         self._first_classes: dict[str, tuple[Any, type]] = {}
         self._announced: set[str] = set()
+        self._expected_modules: set[str] = set()  # those that are imported before the first step
         # functions and classes that a resumed run must have when its epoch has started
         self._unchecked_classes: tuple[str, dict[str, str]] | None = None
         self._unchecked_patches: dict[str, str] = {}
@@ -268,6 +269,7 @@ class Capture:
         # not the other hosts: a file must close when the program drops it
         self._expected.hosts = {p: one for p, one in picture.hosts.items() if id(one) in kept_ids}
         picture.hosts = {}
+        self._expected_modules = {*sys.modules}
         self._expected_patches = picture.patches
         self._expected_keys = self._start_keys = _object_keys_in(picture)
         known = {
@@ -359,9 +361,18 @@ class Capture:
             for entry in picture.entries.values()
             if entry.root not in LOADER_ROOTS and self._is_of_late_host(entry, picture)
         }
-        self._announce({**picture.holders, **late_hosts, **self._lost_functions(picture)})
         created = self._new_containers(picture)
         saved = self._changed_values(picture, arrays, created=created)
+        self._announce(
+            {
+                **picture.holders,
+                **late_hosts,
+                **self._lost_functions(picture),
+                **self._late_opaque(picture),
+                **self._late_modules(picture, saved),
+            }
+        )
+        self._announce_sets(picture, saved)
         in_tuples = {
             part for _, parts, *_ in tuples.values() for sort, part in parts if sort == "path"
         }
@@ -889,6 +900,10 @@ class Capture:
         for path in {**start_patches, **patches}:
             if patches.get(path) == start_patches.get(path) or self.changed_in_forward(path):
                 continue
+            holder = picture.entries.get(path.rpartition(".")[0])
+            is_of_class = holder is not None and isinstance(holder.value, type)
+            if is_of_class and holder.path not in self._expected.entries:
+                continue  # the class was met for the first time
             if path in patches:
                 change = f"was set to {patches[path]}"
             else:
@@ -1043,6 +1058,46 @@ class Capture:
                 if not self._can_put_code(picture, entry):
                     lost[path] = describe(entry.value)
         return lost
+
+    def _late_opaque(self, picture: Picture) -> dict[str, str]:
+        """Returns what checkpoints can't keep and fit() didn't start with: class names by path."""
+        return {
+            path: name
+            for path, name in picture.opaque().items()
+            if picture.entries[path].root not in LOADER_ROOTS
+            and path not in self._built.opaque()
+            and not self.changed_in_forward(path)
+        }
+
+    def _late_modules(self, picture: Picture, saved: dict[str, list[Any]]) -> dict[str, str]:
+        """Takes globals out of `saved` whose module a step has imported, because a resumed run
+        doesn't have the module yet. Returns what they are by path.
+        """
+        late: dict[str, str] = {}
+        for path in [*saved]:
+            place = picture.entries[path].place if path in picture.entries else None
+            if place is not None and place.kind == "global":
+                if place.holder.get("__name__") not in self._expected_modules:
+                    late[path] = "in a module that a step has imported"
+                    del saved[path]
+        return late
+
+    def _announce_sets(self, picture: Picture, saved: Iterable[str]) -> None:
+        """Tells the user once about changed sets whose order a resumed run can't repeat."""
+        paths = [
+            path
+            for path in saved
+            if path in picture.entries
+            and path not in self._announced
+            and not values.keeps_order(picture.entries[path].value)
+        ]
+        if paths:
+            self._announced.update(paths)
+            shown = ", ".join(paths[:5])
+            self._say(
+                f"[capture] {shown}: a resumed run has the items of this set in another order. If "
+                "training depends on the order, use a list or dict instead, or sorted()"
+            )
 
     def _changed_classes(self, picture: Picture) -> dict[str, str]:
         """Returns the class names of objects that have changed their class, by path.

@@ -43,6 +43,7 @@ _FUNCTIONS += (functools._lru_cache_wrapper,)
 CACHED = "<cached>"  # in the paths of what a `functools.cached_property` has computed
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")  # the name of a variable of the environment
 _LOADS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME"})
+_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"})
 
 
 class Place(NamedTuple):
@@ -256,8 +257,8 @@ _CONTENTS: dict[type, Callable[[Any], Any]] = {
     complex: complex.__pos__,
     str: str.__str__,
     bytes: lambda value: bytes.__getitem__(value, slice(None)),
-    set: lambda value: {*set.__iter__(value)},
-    frozenset: lambda value: frozenset(frozenset.__iter__(value)),
+    set: lambda value: values.copy_of_set(set.__iter__(value)),
+    frozenset: lambda value: frozenset(values.copy_of_set(frozenset.__iter__(value))),
     collections.deque: lambda value: collections.deque(collections.deque.__iter__(value)),
     np.ndarray: lambda value: np.ndarray.view(value, np.ndarray),
     random.Random: lambda value: _contents_of_random(value),
@@ -295,11 +296,6 @@ def _write_generator(target: np.random.Generator, value: np.random.Generator) ->
     values.put_into(np.random.Generator(target.bit_generator), value)
 
 
-def _write_set(target: set, value: set) -> None:
-    set.clear(target)
-    set.update(target, value)
-
-
 def _write_deque(target: collections.deque, value: collections.deque) -> None:
     collections.deque.clear(target)
     collections.deque.extend(target, value)
@@ -311,7 +307,7 @@ def _write_array(target: np.ndarray, value: np.ndarray) -> None:
 
 # How contents are written into objects of these classes; those of the other classes never change.
 _WRITERS: dict[type, Callable[[Any, Any], None]] = {
-    set: _write_set,
+    set: values.fill_set,
     collections.deque: _write_deque,
     np.ndarray: _write_array,
     random.Random: lambda target, value: random.Random.setstate(target, value.getstate()),
@@ -387,7 +383,9 @@ def edges_of_host(host: Any, path: str) -> list[Edge]:
     For example, a counter in a subclass of a thread, or a mask on a parameter.
     """
     kind = type(host)
-    extra = _extra_edges[kind](host, path) if kind in _extra_edges else ()
+    extra: Iterable[Edge] = _extra_edges[kind](host, path) if kind in _extra_edges else ()
+    if isinstance(host, BaseException) and values.is_value(host.args):
+        extra = [Edge(f"{path}.args", host.args, Place("attribute", host, "args"))]
     if not attributes_of(host) and not is_own_class(kind):
         return [*extra]
     return [*extra, *edges_of_object(host, path, names_set_by(kind))]
@@ -485,7 +483,7 @@ def _edges_of_type(kind: type, path: str) -> Iterator[Edge]:
     if is_own_class(meta):
         yield Edge(class_path(meta), meta, Place("fixed", kind, "__class__"))
     for name, value in sorted(vars(kind).items()):
-        if name in ("__dict__", "__weakref__", "__doc__", "__module__", "__slots__", "_not_state"):
+        if name in _NOT_FOLLOWED_IN_CLASSES:
             continue
         if name == "__repr__":  # a dataclass remembers in it which objects are being shown
             continue
@@ -499,6 +497,11 @@ def _edges_of_type(kind: type, path: str) -> Iterator[Edge]:
     for base in kind.__bases__:
         if is_own_class(base):
             yield Edge(class_path(base), base, Place("fixed", kind, "__bases__"))
+
+
+_NOT_FOLLOWED_IN_CLASSES = frozenset(
+    {"__dict__", "__weakref__", "__doc__", "__module__", "__slots__", "_not_state", "_abc_impl"}
+)
 
 
 def _code_of(value: Any) -> Any:
@@ -547,7 +550,7 @@ def _edges_of_environment(function: types.FunctionType) -> Iterator[Edge]:
     """Yields the variables of the environment that a user's own function names, if it uses the
     environment at all; None stands for one that is not set.
     """
-    names, attributes_read = names_in(function.__code__)
+    names, attributes_read, _ = names_in(function.__code__)
     if "environ" not in names and "environ" not in attributes_read:
         return
     globals_read = (function.__globals__.get(name) for name in names)
@@ -568,40 +571,75 @@ def _texts_in(code: types.CodeType) -> set[str]:
 
 def _edges_of_globals(function: types.FunctionType) -> Iterator[Edge]:
     """Yields the globals that a user's own function names, and those of the user's own modules
-    that it reads as attributes.
+    that it reads as attributes. If it reads globals by a string, as in `globals()["rate"]`, it may
+    mean each number, string, array or container of its module.
     """
-    names, attributes = names_in(function.__code__)
+    names, attributes, imports = names_in(function.__code__)
     space = function.__globals__
     home = space.get("__name__", "?")
+    modules = {}
     for name in names:
         if name not in space:
             continue
         value = space[name]
-        if not isinstance(value, types.ModuleType):
+        if isinstance(value, types.ModuleType):
+            modules[value.__name__] = value
+        else:
             yield Edge(f"{home}:{name}", value, Place("global", space, name))
-        elif is_own_file(getattr(value, "__file__", None) or "<frozen"):
-            for attribute in attributes:
-                if attribute in vars(value):
-                    inner = vars(value)[attribute]
-                    place = Place("global", vars(value), attribute)
-                    yield Edge(f"{value.__name__}:{attribute}", inner, place)
+    package = space.get("__package__") or ""
+    for name in imports:
+        for full_name in (name, f"{package}.{name}"):
+            if full_name in sys.modules:
+                modules[full_name] = sys.modules[full_name]
+    for _, module in sorted(modules.items()):
+        for attribute in attributes if is_own_module(module) else ():
+            if attribute in vars(module):
+                inner = vars(module)[attribute]
+                place = Place("global", vars(module), attribute)
+                yield Edge(f"{module.__name__}:{attribute}", inner, place)
+    reads_by_string = "globals" in names or "modules" in attributes
+    if reads_by_string:
+        yield from _edges_of_values_in(space, home)
+
+
+def is_own_module(module: types.ModuleType) -> bool:
+    """Tells whether a module is a file of the user's own."""
+    return is_own_file(getattr(module, "__file__", None) or "<frozen")
+
+
+def _edges_of_module(module: types.ModuleType, path: str) -> Iterator[Edge]:
+    """Yields the globals of a module that are values."""
+    return _edges_of_values_in(vars(module), module.__name__)
+
+
+def _edges_of_values_in(space: dict[str, Any], home: str) -> Iterator[Edge]:
+    for name, value in sorted(space.items()):
+        if not name.startswith("__") and values.is_value(value):
+            yield Edge(f"{home}:{name}", value, Place("global", space, name))
+
+
+register_edges(types.ModuleType, _edges_of_module)
 
 
 @functools.lru_cache(maxsize=4096)
-def names_in(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the globals that code and the functions inside it name, and the attributes that they
-    read, sorted.
+def names_in(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """Returns the globals that code and the functions inside it name, the attributes that they
+    read, and the modules that they import, sorted.
     """
     names: set[str] = set()
     attributes: set[str] = set()
+    imports: set[str] = set()
     for instruction in dis.get_instructions(code):
         if instruction.opname in _LOADS:
             names.add(instruction.argval)
-        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        elif instruction.opname in _ATTRIBUTES:
             attributes.add(instruction.argval)
+        elif instruction.opname == "IMPORT_NAME":
+            imports.add(instruction.argval)
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            inner_names, inner_attributes = names_in(inner)
+            inner_names, inner_attributes, inner_imports = names_in(inner)
             names.update(inner_names)
             attributes.update(inner_attributes)
-    return tuple(sorted(names)), tuple(sorted(attributes))
+            imports.update(inner_imports)
+    return tuple(sorted(names)), tuple(sorted(attributes)), tuple(sorted(imports))

@@ -12,7 +12,7 @@ import types
 import weakref
 from typing import Any
 
-from .edges import is_own_file, is_walkable
+from .edges import is_own_file, is_own_module, is_walkable
 
 # The packages whose objects are resources, or are kept by odyssey elsewhere.
 PACKAGES = frozenset(
@@ -48,6 +48,8 @@ HOLDERS = frozenset(
         "_io.BytesIO",
         "_io.StringIO",
         "_thread._local",
+        "threading.Event",
+        "threading.Semaphore",
         "multiprocessing.sharedctypes.SynchronizedBase",
         "_ctypes.Array",
         "_ctypes.Structure",
@@ -68,6 +70,7 @@ _TYPES = (
     types.TracebackType,
     types.CodeType,
     types.ModuleType,
+    types.MappingProxyType,  # the dict behind it counts
     types.CoroutineType,
     types.AsyncGeneratorType,
     weakref.ref,
@@ -81,7 +84,10 @@ _TYPES = (
 def is_resource(value: Any) -> bool:
     """Tells whether an object is never looked into. Functions of odyssey are resources too: it
     puts some into modules as hooks, on some layouts. Those that compute with tensors are not.
+    Modules of the user's own hold numbers, so they are not resources either.
     """
+    if isinstance(value, types.ModuleType):
+        return not is_own_module(value)
     if isinstance(value, types.FunctionType):
         module = value.__module__ or ""
         return module.startswith("odyssey.") and not module.startswith("odyssey.core.")

@@ -23,6 +23,7 @@ import functools
 import hashlib
 import json
 import math
+import operator
 import pathlib
 import random
 import re
@@ -38,6 +39,7 @@ from ..core import fingerprint
 JSON_DIGITS = 15  # decimal digits of integers that every reader of JSON keeps
 LONG_MARK = 200  # characters of a mark; longer ones are hashed
 MOST_BITS = 10_000  # of an integer in a mark; Python prints no much longer ones in decimal
+_TABLE_SIZES = (0, 16, 64, 256, 1024, 4096, 16384)  # of sets: additional items that they had
 DEPTH = 40  # containers inside one another that are followed
 
 _DTYPE = re.compile(r"[<>|=][A-Za-z]\d+(\[\d*[A-Za-z]+\])?")
@@ -496,9 +498,8 @@ def _mark_container(container: Any) -> str:
             return repr(container)
         except ValueError:  # Python does not print an integer in it
             pass
-    parts = list(map(_mark, container.items() if isinstance(container, dict) else container))
-    if kind in (set, frozenset):
-        parts.sort()
+    items = container.items() if isinstance(container, dict) else container
+    parts = list(map(_mark, _items_of_set(items) if kind in (set, frozenset) else items))
     if kind is collections.deque:
         parts.append(f"maxlen {container.maxlen}")
     if kind is collections.defaultdict:
@@ -564,9 +565,75 @@ def _put_dict(target: dict, value: dict) -> bool:
     return True
 
 
+def fill_set(target: set, items: Iterable[Any]) -> None:
+    """Makes a set hold these items, and return them in this order if that is possible.
+
+    The order of a set depends on its table. The table grows with the items that a set holds, and
+    stays large when they are gone. So several sizes are tried.
+    """
+    wanted = list(items)
+    can_be_ordered = all(map(_has_fixed_hash, wanted))
+    for size in _TABLE_SIZES if can_be_ordered else _TABLE_SIZES[:1]:
+        set.clear(target)
+        set.update(target, wanted)  # one by one, because it is a list
+        placeholders = [_Placeholder(number) for number in range(size)]
+        set.update(target, placeholders)
+        set.difference_update(target, placeholders)
+        if _are_same(set.__iter__(target), wanted):
+            return
+
+
+class _Placeholder:
+    """An item that a set holds for a moment. It is put at the end of the set's table."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __hash__(self) -> int:
+        return -2 - self.number
+
+
+def keeps_order(value: Any) -> bool:
+    """Tells whether the sets in a value return their items in the same order after `decode`.
+
+    True for sets whose order is another one in each process, as for strings.
+    """
+    if type(value) in (set, frozenset):
+        is_ordered = len(value) > 1 and all(map(_has_fixed_hash, value))
+        return not is_ordered or _are_same(copy_of_set(value), value)
+    if isinstance(value, dict):
+        return all(map(keeps_order, value.values()))
+    return not isinstance(value, (list, tuple)) or all(map(keeps_order, value))
+
+
+def _are_same(items: Iterable[Any], others: Iterable[Any]) -> bool:
+    """Tells whether two collections of equal length return the same objects in the same order."""
+    return all(map(operator.is_, items, others))
+
+
+def _has_fixed_hash(item: Any) -> bool:
+    """Tells whether the hash of an item is the same in each process."""
+    if isinstance(item, tuple):
+        return all(map(_has_fixed_hash, item))
+    # NaN has the hash of its address
+    return isinstance(item, (bool, int, float, complex, np.number, np.bool_)) and item == item
+
+
+def _items_of_set(value: Iterable[Any]) -> list[Any]:
+    """Returns the items of a set in its own order, or sorted if that differs in each process."""
+    items = list(value)
+    return items if all(map(_has_fixed_hash, items)) else sorted(items, key=_mark)
+
+
+def copy_of_set(items: Iterable[Any]) -> set:
+    """Returns a set with these items, in this order if that is possible."""
+    value: set[Any] = set()
+    fill_set(value, items)
+    return value
+
+
 def _put_set(target: set, value: set) -> bool:
-    target.clear()
-    target.update(value)
+    fill_set(target, value)
     return True
 
 
@@ -605,10 +672,6 @@ def _pairs(value: dict) -> list[list[Any]]:
     return [[key, item] for key, item in value.items()]
 
 
-def _sorted_items(value: Iterable[Any]) -> list[Any]:
-    return sorted(value, key=_mark)
-
-
 # Functions that create new items of a defaultdict, by name.
 _FACTORIES: dict[str, Any] = {
     "None": None,
@@ -627,8 +690,8 @@ _CONTAINERS: dict[type, Kind] = {
         Kind("list", (list,), list, list, _put_list),
         Kind("tuple", (tuple,), list, tuple),
         Kind("dict", (dict,), _pairs, lambda pairs: dict(map(tuple, pairs)), _put_dict),
-        Kind("set", (set,), _sorted_items, set, _put_set),
-        Kind("frozenset", (frozenset,), _sorted_items, frozenset),
+        Kind("set", (set,), _items_of_set, copy_of_set, _put_set),
+        Kind("frozenset", (frozenset,), _items_of_set, lambda items: frozenset(copy_of_set(items))),
         Kind(
             "deque",
             (collections.deque,),

@@ -112,8 +112,8 @@ class Picture:
             objects that checkpoints hold in another way.
         alias_places: the other places of objects, and the paths of what holds them there, by path.
             Functions in classes are not among them.
-        patches: the names of functions that are hooks, or that an object has in place of a method
-            of its class, by path.
+        patches: the names of functions that are hooks, that an object has in place of a method of
+            its class, or that a class has under another name, by path.
         holders: class names of what holds data, such as queues and other trainers, by path. Those
             of loaders are not among them.
         hosts: objects by path that are not looked into, and may have attributes that are.
@@ -249,9 +249,11 @@ class _Walker:
         if kind in _IMMUTABLE:
             self.note(edge, parent, VALUE, values.mark(value))
             return
-        is_patch = edge.place.kind == "hook" or (is_function(value) and edge.place.overrides())
+        is_patch = edge.place.kind == "hook" or (
+            is_function(value) and (edge.place.overrides() or _is_put_into_class(edge))
+        )
         if is_patch and self.root not in LOADER_ROOTS and not is_resource(value):
-            self.picture.patches[edge.path] = describe(value)
+            self.picture.patches[edge.path] = _describe_patch(value)
         identity = id(value)
         if identity in self.seen:
             self.note_alias(edge, parent, self.seen[identity])
@@ -291,7 +293,7 @@ class _Walker:
         elif is_resource(value):
             place = edge.place
             self.note(Edge(edge.path, None, place), parent, RESOURCE, describe(value))
-            if not isinstance(value, BaseException) and is_own_class(type(value)):
+            if is_own_class(type(value)) or isinstance(value, BaseException):
                 self.add_host(edge.path, value)
             self.note_holder(edge)
         elif values.is_opaque(value):
@@ -321,6 +323,8 @@ class _Walker:
         these can change.
         """
         for member in members:
+            if isinstance(member, enum.Flag) and member.name not in type(member).__members__:
+                continue  # Python builds combinations of flags whenever they are needed
             if isinstance(member, enum.Enum) and is_own_class(type(member)):
                 path = f"{class_path(type(member))}.{member.name}"
                 self.add_host(path, member)
@@ -428,6 +432,21 @@ def describe(value: Any) -> str:
         base = list if isinstance(value, list) else tuple
         return f"{type(value).__name__} of {base.__len__(value)}"
     return values.qualified_name(type(value))
+
+
+def _describe_patch(function: Any) -> str:
+    """Returns the name of a function, with its line if other functions may have the same name."""
+    name = describe(function)
+    code = getattr(function, "__code__", None)
+    return f"{name} of line {code.co_firstlineno}" if "<" in name and code is not None else name
+
+
+def _is_put_into_class(edge: Edge) -> bool:
+    """Tells whether a class has a function that was defined elsewhere or under another name."""
+    kind = edge.place.holder
+    if not isinstance(kind, type) or edge.place.kind != "attribute":
+        return False
+    return describe(edge.value) != f"{values.qualified_name(kind)}.{edge.place.key}"
 
 
 def own_path_of(value: Any) -> str | None:
