@@ -901,9 +901,10 @@ class Capture:
             if patches.get(path) == start_patches.get(path) or self.changed_in_forward(path):
                 continue
             holder = picture.entries.get(path.rpartition(".")[0])
-            is_of_class = holder is not None and isinstance(holder.value, type)
-            if is_of_class and holder.path not in self._expected.entries:
-                continue  # the class was met for the first time
+            if holder is not None and isinstance(holder.value, type):
+                expected = self._expected.entries.get(holder.path)
+                if expected is None or expected.mark != holder.mark:
+                    continue  # the class was met for the first time
             if path in patches:
                 change = f"was set to {patches[path]}"
             else:

@@ -39,7 +39,7 @@ from ..core import fingerprint
 JSON_DIGITS = 15  # decimal digits of integers that every reader of JSON keeps
 LONG_MARK = 200  # characters of a mark; longer ones are hashed
 MOST_BITS = 10_000  # of an integer in a mark; Python prints no much longer ones in decimal
-_TABLE_SIZES = (0, 16, 64, 256, 1024, 4096, 16384)  # of sets: additional items that they had
+_TABLE_SIZES = (0, 16, 64, 256, 1024, 4096)  # of sets: additional items that they had
 DEPTH = 40  # containers inside one another that are followed
 
 _DTYPE = re.compile(r"[<>|=][A-Za-z]\d+(\[\d*[A-Za-z]+\])?")

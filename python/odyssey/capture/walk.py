@@ -416,6 +416,7 @@ class _Walker:
 
 
 _LIST_ITERATORS = (type(iter([])), type(iter(())))
+_SEQUENCE_ITERATORS = (*_LIST_ITERATORS, type(reversed([])), reversed)
 _BEHIND_THE_END = 1 << 60  # a position
 _STATES = ("state", "arrays")  # where optimizers have their state
 _IMMUTABLE = frozenset({bool, int, float, str, type(None)})
@@ -517,7 +518,7 @@ def reduced(value: Any) -> list[Any] | None:
     if type(value) in _LIST_ITERATORS and state is None:
         state = _BEHIND_THE_END  # it has returned all items, and holds its list no longer
         arguments = []
-    if type(state) is int and hasattr(value, "__setstate__") and not values.is_value(arguments):
+    if type(value) in _SEQUENCE_ITERATORS and not values.is_value(arguments):
         arguments = []  # of an iterator over objects, only the position counts
     return [values.qualified_name(function), list(arguments), state, items]
 

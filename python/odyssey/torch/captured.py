@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import optimizer as optimizers
 
 from ..capture import (
     LOADER_ROOTS,
@@ -284,6 +285,8 @@ def _edges_of_module(module: nn.Module, path: str) -> Iterator[Edge]:
         if buffer is not None:
             yield Edge(f"{path}.{name}", buffer, Place("attribute", module, name))
     yield from _edges_of_hooks(module, path, _HOOKS)
+    if path == "model":
+        yield from _edges_of_global_hooks(nn.modules.module)
     yield from edges_of_object(module, path, (*_SKIPPED, *_HOOKS))
     for name, child in attributes["_modules"].items():
         if child is not None:
@@ -301,7 +304,15 @@ def _edges_of_optimizer(optimizer: torch.optim.Optimizer, path: str) -> Iterator
             yield Edge(f"{path}.param_groups[{number}][{position}]", tensor, place)
     hooks = [name for name in vars(optimizer) if "_hooks" in name]
     yield from _edges_of_hooks(optimizer, path, hooks)
+    if path == "optimizer":
+        yield from _edges_of_global_hooks(optimizers)
     yield from edges_of_object(optimizer, path, (*_SHARED_OUT, *_WRAPPERS, *hooks))
+
+
+def _edges_of_global_hooks(home: types.ModuleType) -> Iterator[Edge]:
+    """Yields the functions that are registered as hooks of all modules or optimizers."""
+    names = [name for name in sorted(vars(home)) if name.startswith("_global_") and "hooks" in name]
+    yield from _edges_of_hooks(home, home.__name__, names)
 
 
 def _edges_of_hooks(owner: Any, path: str, names: Iterable[str]) -> Iterator[Edge]:
@@ -359,6 +370,7 @@ for _kind in (
     Kind("size", (torch.Size,), list, torch.Size),
 ):
     register(_kind)
+register_contents(torch.Generator, torch.Generator.clone_state, _put_generator)
 register_contents(
     torch.Tensor, lambda tensor: tensor.detach().as_subclass(torch.Tensor), _write_contents
 )

@@ -20,6 +20,7 @@ that never stopped.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import random
 import sys
@@ -32,11 +33,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 from torch.optim import optimizer as optimizers
 from torch.utils import _pytree as pytree
 
 from .. import comm as communication
-from ..capture import mark, walk
+from ..capture import is_own_class, mark, walk
 from ..comm import Communicator
 from ..data import Batch
 from ..errors import ConfigError, check_integer
@@ -294,14 +296,14 @@ class DistributedDataParallel(torch.nn.Module):
         self, frame: types.FrameType, position: tuple[int, int] | None
     ) -> dict[str, tuple[Any, str]]:
         """Returns the generators that the program holds, and hashes of their states, by name: those
-        in variables of the loop and its file, and in the module.
+        in variables of the loop and its file, in objects and functions there, and in the module.
 
         Empty except in the first loop over shards of this process and of each epoch.
         """
         if not self._is_first_loop and (position is None or position[1]):
             return {}
         variables = {**frame.f_globals, **frame.f_locals}
-        roots = {name: one for name, one in variables.items() if _is_generator(one)}
+        roots = {name: one for name, one in variables.items() if _may_draw(one)}
         kept_ids = {id(one) for _, one in (*self._arena.named, *self._arena.buffers)}
         entries = walk({**roots, "module": self.module}, kept_ids).entries
         return {
@@ -545,6 +547,18 @@ class DistributedDataParallel(torch.nn.Module):
 
 _nets: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _loops_of_process = [0]  # loops over shards that have ended, of all nets
+
+
+def _may_draw(value: Any) -> bool:
+    """Tells whether a variable of a loop is a generator, or may hold one that a shard draws from.
+
+    Loaders and data sets may draw too, but they do so outside of the shards.
+    """
+    if _is_generator(value) or isinstance(value, functools.partial):
+        return True
+    is_data = any(hasattr(type(value), name) for name in ("__iter__", "__getitem__", "__len__"))
+    is_module = isinstance(value, (nn.Module, torch.optim.Optimizer, types.ModuleType))
+    return not (is_data or is_module or isinstance(value, type)) and is_own_class(type(value))
 
 
 def _is_generator(value: Any) -> bool:

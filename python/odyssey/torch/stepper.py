@@ -180,7 +180,7 @@ class ModuleStepper(Stepper):
         with self.shards.phase(), outcome.tried():
             batch = batch.covering(*self.shards.share(samples, train))
             if is_split and train and not self._loss_checked:
-                with self.shards.modes.held():
+                with self.shards.modes.held(), self.forward_check.undone():
                     self._check_loss(batch, samples)
         if is_split and self.gather:
             joined = self._join_outputs(outcome, batch, step, train)
