@@ -86,9 +86,34 @@ def test_staged_sums_do_not_need_streams_that_run_at_once(trained, one):
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("late", [0, 2])
 def test_ranks_that_share_a_gpu_read_each_others_memory(trained, one, ranks, late):
-    """By CUDA IPC (peer.py), a prototype."""
+    """By CUDA IPC (odyssey/comm/peer.py)."""
     found = trained("peers", ranks=ranks, gpus=1, late=late)
     assert found["peers"] == {"ipc": one}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_peers_exchange_messages_of_any_sizes(gpus, ranks):
+    done = gpus(HERE / "peers_alone.py", "exchanges", ranks=ranks, gpus=1)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.split() == ["exchanged"] * ranks
+
+
+@pytest.mark.parametrize(
+    ("last", "text"),
+    [
+        ("ends", r"rank 2 has ended; the exchange between GPUs waits for it"),
+        ("late", r"waited 2 s in exchange of 100 bytes: ranks? .*2 did not come"),
+    ],
+)
+def test_a_peer_that_is_gone_or_late_is_reported(gpus, launch, last, text):
+    launch.environment["ODYSSEY_TIMEOUT"] = "2"
+    done = gpus(HERE / "peers_alone.py", last, ranks=3, gpus=1)
+    assert done.returncode != 0
+    found = re.findall(r"after ([\d.]+) s: (.*)", done.stdout)
+    assert found, done.stdout + done.stderr
+    assert all(float(seconds) < 30 for seconds, _ in found)
+    # the first rank to notice ends the exchange of the other one
+    assert any(re.search(text, line) for _, line in found), found
 
 
 def test_arrays_of_the_host_take_the_ordinary_way(gpus):

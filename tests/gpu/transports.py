@@ -166,18 +166,18 @@ def gpu_mpi() -> dict[str, str]:
 @case
 def peers() -> dict[str, str]:
     """Ranks read each other's memory, on one GPU for all of them."""
-    from gpu.peer import PeerTransport
+    from gpu.peer import NativePeers
 
-    def connect(group: comm.Communicator, gpus: Sequence[Gpu]) -> tuple[list[PeerTransport], str]:
-        return [PeerTransport(group, gpu) for gpu in gpus], ""
+    def connect(group: comm.Communicator, gpus: Sequence[Gpu]) -> tuple[list[NativePeers], str]:
+        return [NativePeers(group, gpu) for gpu in gpus], ""
 
     wanted = mock.patch.object(devices, "is_requested", lambda group: group.size > 1)
     with wanted, mock.patch.object(devices, "connect", connect):
         seen, trainer = train("auto", reduction.DirectExchange, oversubscribe=True)
     (links,) = reduction._links_by_group[trainer.stepper.engine.team].values()
     ready = links[0].numbers[: trainer.comm.size].tolist()
-    assert ready == [links[0]._count] * trainer.comm.size
-    assert links[0]._count > 0
+    assert ready == [links[0].exchanges] * trainer.comm.size
+    assert links[0].exchanges > 0
     return {"ipc": seen}
 
 

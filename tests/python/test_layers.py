@@ -111,6 +111,7 @@ def test_the_sources_are_found():
                 "core/cuda.py",
                 "compile/gpus.py",
                 "comm/nccl.py",
+                "comm/peer.py",
                 "base/files.py",
                 "base/die_with_parent.py",
                 "base/exits.py",

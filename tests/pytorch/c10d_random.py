@@ -1,7 +1,9 @@
 """Run by test_c10d.py under a launcher: random collectives over backend odyssey, beside Gloo in
 the same processes.
 
-    c10d_random.py SEED COUNT
+    c10d_random.py SEED COUNT [pretend]
+
+pretend: tensors of backend odyssey are on the pretended device, whose streams are checked.
 
 Numbers are small integers, so that every sum is exact in every dtype and the results must be equal.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 import math
 import random
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,6 +21,12 @@ import torch.distributed as dist
 import odyssey.torch  # noqa: F401  registers the backend
 
 SEED, COUNT = int(sys.argv[1]), int(sys.argv[2])
+DEVICE = "cpu"
+if "pretend" in sys.argv:
+    sys.path.append(str(Path(__file__).parents[1]))
+    from pytorch import pretend_streams
+
+    DEVICE = pretend_streams.use()
 dist.init_process_group("odyssey")
 RANK, SIZE = dist.get_rank(), dist.get_world_size()
 DTYPES = [
@@ -53,6 +62,10 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return values.t().contiguous().t() if values.dim() == 2 and draw.random() < 0.3 else values
 
 
+def place(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [t.to(DEVICE) for t in tensors]
+
+
 def expected(op, rows: list[torch.Tensor]) -> torch.Tensor:
     """By hand, of what Gloo has no reduction for."""
     stacked = torch.stack([r.double() for r in rows])
@@ -71,7 +84,7 @@ def same(mine: object, other: object, what: str) -> None:
     assert len(mine) == len(other), what
     for a, b in zip(mine, other, strict=True):
         if isinstance(a, torch.Tensor):
-            a, b = a.double(), b.double()
+            a, b = a.cpu().double(), b.cpu().double()
             assert (
                 torch.allclose(a, b, rtol=2e-7, atol=0) if "AVG" in what else torch.equal(a, b)
             ), (what, a, b)
@@ -81,7 +94,7 @@ def same(mine: object, other: object, what: str) -> None:
 
 def gathered(t: torch.Tensor, n: int, group) -> list[torch.Tensor]:
     rows = [None] * n
-    dist.all_gather_object(rows, t.contiguous(), group=group)
+    dist.all_gather_object(rows, t.cpu().contiguous(), group=group)
     return rows
 
 
@@ -100,7 +113,7 @@ def once(kind: str, members: list[int], group, gloo) -> None:
 
     more = {"group": group, "async_op": later}
     if kind in ("all_reduce", "reduce"):
-        result = t.clone()
+        result = t.to(DEVICE, copy=True)
         target = {"dst": root} if kind == "reduce" else {}
         wait(getattr(dist, kind)(result, **target, op=op, **more))
         if kind == "all_reduce" or RANK == root:
@@ -109,24 +122,27 @@ def once(kind: str, members: list[int], group, gloo) -> None:
         else:
             gathered(t, n, gloo)
     elif kind == "broadcast":
-        a, b = t.clone(), t.clone()
+        a, b = t.to(DEVICE, copy=True), t.clone()
         wait(dist.broadcast(a, root, **more))
         dist.broadcast(b, root, group=gloo)
         same(a, b, what)
     elif kind == "all_gather":
         a, b = ([torch.zeros(shape, dtype=dtype) for _ in members] for _ in range(2))
-        wait(dist.all_gather(a, t, **more))
+        a = place(a)
+        wait(dist.all_gather(a, t.to(DEVICE), **more))
         dist.all_gather(b, t.contiguous(), group=gloo)
         same(a, b, what)
     elif kind == "all_gather_into_tensor":
         a, b = (torch.zeros((n * shape[0], *shape[1:]), dtype=dtype) for _ in range(2))
-        wait(dist.all_gather_into_tensor(a, t, **more))
+        a = a.to(DEVICE)
+        wait(dist.all_gather_into_tensor(a, t.to(DEVICE), **more))
         dist.all_gather_into_tensor(b, t.contiguous(), group=gloo)
         same(a, b, what)
     elif kind in ("reduce_scatter", "reduce_scatter_tensor"):
         full = numbers((n * shape[0], *shape[1:]), dtype)
-        a = torch.zeros(shape, dtype=dtype)
-        given = list(full.contiguous().chunk(n)) if kind == "reduce_scatter" else full
+        a = torch.zeros(shape, dtype=dtype, device=DEVICE)
+        there = full.to(DEVICE)
+        given = list(there.contiguous().chunk(n)) if kind == "reduce_scatter" else there
         wait(getattr(dist, kind)(a, given, op=op, **more))
         same(a, expected(op, gathered(full, n, gloo)).chunk(n)[me], what)
     elif kind == "gather":
@@ -134,26 +150,27 @@ def once(kind: str, members: list[int], group, gloo) -> None:
             [torch.zeros(shape, dtype=dtype) for _ in members] if RANK == root else None
             for _ in range(2)
         )
-        wait(dist.gather(t, a, dst=root, **more))
+        a = a and place(a)
+        wait(dist.gather(t.to(DEVICE), a, dst=root, **more))
         dist.gather(t.contiguous(), b, dst=root, group=gloo)
         same(a or [], b or [], what)
     elif kind == "scatter":
         rows = [numbers(shape, dtype) for _ in members]
-        a, b = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
-        wait(dist.scatter(a, rows if RANK == root else None, src=root, **more))
+        a, b = torch.zeros(shape, dtype=dtype, device=DEVICE), torch.zeros(shape, dtype=dtype)
+        wait(dist.scatter(a, place(rows) if RANK == root else None, src=root, **more))
         dist.scatter(
             b, [r.contiguous() for r in rows] if RANK == root else None, src=root, group=gloo
         )
         same(a, b, what)
     elif kind == "all_to_all":
         rows = [numbers(shape, dtype) for _ in members]
-        a = [torch.zeros(shape, dtype=dtype) for _ in members]
-        wait(dist.all_to_all(a, rows, **more))
+        a = [torch.zeros(shape, dtype=dtype, device=DEVICE) for _ in members]
+        wait(dist.all_to_all(a, place(rows), **more))
         same(a, [sent[me] for sent in gathered(torch.stack(rows), n, gloo)], what)
     elif kind == "all_to_all_single":
         full = numbers((n * shape[0], *shape[1:]), dtype).contiguous()
-        a, b = torch.zeros_like(full), torch.zeros_like(full)
-        wait(dist.all_to_all_single(a, full, **more))
+        a, b = torch.zeros_like(full).to(DEVICE), torch.zeros_like(full)
+        wait(dist.all_to_all_single(a, full.to(DEVICE), **more))
         dist.all_to_all_single(b, full, group=gloo)
         same(a, b, what)
     elif kind == "uneven":
@@ -161,15 +178,19 @@ def once(kind: str, members: list[int], group, gloo) -> None:
         send, receive = counts[me], [row[me] for row in counts]
         full = numbers((sum(send), *shape[1:]), dtype).contiguous()
         a, b = (torch.zeros((sum(receive), *shape[1:]), dtype=dtype) for _ in range(2))
-        wait(dist.all_to_all_single(a, full, receive, send, **more))
+        a = a.to(DEVICE)
+        wait(dist.all_to_all_single(a, full.to(DEVICE), receive, send, **more))
         dist.all_to_all_single(b, full, receive, send, group=gloo)
         same(a, b, what)
     elif kind == "send" and n > 1:
         to, source = members[(me + 1) % n], members[me - 1]
-        a = torch.zeros(shape, dtype=dtype)
-        large = numbers((draw.randint(1, 40000),), dtype)
+        a = torch.zeros(shape, dtype=dtype, device=DEVICE)
+        large = numbers((draw.randint(1, 40000),), dtype).to(DEVICE)
         b = torch.zeros_like(large)
-        works = [dist.isend(t, to, group=group), dist.isend(large, to, group=group, tag=3)]
+        works = [
+            dist.isend(t.to(DEVICE), to, group=group),
+            dist.isend(large, to, group=group, tag=3),
+        ]
         works += [dist.irecv(b, source, group=group, tag=3), dist.irecv(a, source, group=group)]
         for work in works:
             work.wait()
@@ -199,11 +220,19 @@ for _ in range(COUNT):
         dist.barrier(group)
     draw.setstate(state)
     draw.random()
-scalar = torch.tensor(float(RANK))
+with dist._coalescing_manager(async_ops=True, device=torch.device(DEVICE)) as coalesced:
+    several = place([torch.full((n,), RANK + 1.0) for n in (3, 1, 9)])
+    for tensor in several:
+        dist.all_reduce(tensor)
+coalesced.wait()
+assert all((tensor.cpu() == SIZE * (SIZE + 1) / 2).all() for tensor in several)
+scalar = torch.tensor(float(RANK), device=DEVICE)
 dist.all_reduce(scalar)
 assert scalar.item() == sum(range(SIZE)) and math.isfinite(scalar.item())
-flag = torch.tensor([RANK == 0, False, True])
+flag = torch.tensor([RANK == 0, False, True]).to(DEVICE)
 dist.all_reduce(flag, op=dist.ReduceOp.MAX)
 assert flag.tolist() == [True, False, True]
+if DEVICE != "cpu":
+    assert pretend_streams.checked.reads > COUNT, pretend_streams.checked.reads
 print("compared", flush=True)
 dist.destroy_process_group()

@@ -38,7 +38,7 @@ class HostCopies:
 
 copies = HostCopies()
 # The host can't read addresses with this bit.
-ADDRESS_BIT = 1 << 46
+ADDRESS_BIT = 1 << 48
 
 
 class _DeviceModule:

@@ -31,6 +31,25 @@ def test_random_collectives_are_those_of_gloo(launch, ranks):
     assert done.stdout.split() == ["compared"] * ranks
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_random_collectives_of_a_device_in_the_order_of_its_streams(launch, ranks):
+    program = HERE / "c10d_random.py"
+    done = launch.python("-W", "ignore", program, 20 + ranks, 120, "pretend", ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["compared"] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ddp_of_a_module_on_a_device_has_the_weights_of_the_cpu(launch, ranks):
+    found = set()
+    for device in ("cpu", "pretend"):
+        done = launch.python("-W", "ignore", HERE / "c10d_device.py", device, ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        assert len(done.stdout.split()) == ranks
+        found.update(done.stdout.split())
+    assert len(found) == 1
+
+
 @pytest.mark.long
 def test_random_collectives_under_torchrun(launch):
     command = (

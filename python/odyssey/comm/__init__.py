@@ -36,7 +36,9 @@ __getattr__, _, _back_end_names = attach(  # what a back end of another folder i
         "pack pack_envelope "
         "tree_reduce unpack unpack_envelope",
         "comm.cores": "cores",
+        "comm.device": "Exchanged",
         "comm.mock": "mock",
+        "comm.peer": "PeerTransport",
         "comm.requests": "Message deadline",
         "comm.staged": "Met Staged",
     },

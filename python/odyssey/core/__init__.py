@@ -8,6 +8,7 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "core.arena": "Arena",
+        "core.cuda": "cuda",
         "core.fingerprint": "fingerprint",
         "core.functional": "functional",
         "core.native": "native",

@@ -309,7 +309,7 @@ def all_gather_into_tensor(
     """
     with calling(group, "all_gather_into_tensor") as comm:
         a = array_of(input_tensor, "all_gather_into_tensor")
-        place = Place(output_tensor, "all_gather_into_tensor")
+        place = Place(output_tensor, "all_gather_into_tensor", read=False)
         pieces = rows(place.memory, a.shape, comm.size, "all_gather_into_tensor")
         return _make_call(async_op, place.filled, comm.all_gather, a, pieces)
 
@@ -395,7 +395,7 @@ def scatter(
             )
             stacked_pieces = stacked(pieces, comm.size, "scatter")
             shape_and_dtype = (stacked_pieces.shape[1:], stacked_pieces.dtype)
-        place = None if into is None else Place(into, "scatter", *shape_and_dtype)
+        place = None if into is None else Place(into, "scatter", *shape_and_dtype, read=False)
         request = comm.scatter(
             stacked_pieces, root, None if place is None else place.memory, wait=False
         )
@@ -442,7 +442,9 @@ def reduce_scatter(
             )
         a = stacked(input_list, comm.size, "reduce_scatter")
         one = input_list[0] if listed else input_list
-        place = None if output is None else Place(output, "reduce_scatter", a.shape[1:], a.dtype)
+        place = None
+        if output is not None:
+            place = Place(output, "reduce_scatter", a.shape[1:], a.dtype, read=False)
 
         def finish(piece: np.ndarray) -> Any:
             return like(one, piece[0] if listed else piece) if place is None else place.put(piece)
@@ -461,7 +463,7 @@ def reduce_scatter_tensor(
     """
     with calling(group, "reduce_scatter_tensor") as comm:
         a = array_of(input, "reduce_scatter_tensor")
-        place = Place(output, "reduce_scatter_tensor")
+        place = Place(output, "reduce_scatter_tensor", read=False)
         pieces = rows(a, place.array.shape, comm.size, "reduce_scatter_tensor")
         op = operation(op, input, "reduce_scatter_tensor")
         return _make_call(
@@ -536,7 +538,7 @@ def all_to_all_single(
     """
     with calling(group, "all_to_all_single") as comm:
         a = array_of(input, "all_to_all_single")
-        place = Place(output, "all_to_all_single")
+        place = Place(output, "all_to_all_single", read=False)
         if (
             a.dtype != place.array.dtype
             or a.shape[1:] != place.array.shape[1:]
@@ -596,7 +598,7 @@ def irecv(tensor: Any, src: int, group: Group = None, tag: int = 0) -> Work:
     """`recv`, not waited for."""
     g = joined(group)
     comm = g._member("recv")
-    place = Place(tensor, "recv")
+    place = Place(tensor, "recv", read=False)
     return Work(
         comm.recv(place.memory, g._place("recv from rank", src), tag, wait=False), place.filled
     )

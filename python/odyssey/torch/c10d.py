@@ -30,7 +30,8 @@ from ..distributed import ProcessGroup, Work
 from ..errors import ConfigError
 from ..train import spread
 from .gloo import meet
-from .pending import Pending, PendingCalls, failed, within
+from .pending import Pending, PendingCalls, device_of, failed, future_of, within
+from .streams import Handover, has_streams
 
 _REDUCE_OPS = dict(ReduceOp.__members__)
 _BITWISE = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}
@@ -69,7 +70,7 @@ class _Message(Pending):
 
     def get_future(self) -> Future:
         self.wait()
-        future = Future()
+        future = future_of(self._value)
         future.set_result(self._value)
         return future
 
@@ -87,6 +88,22 @@ def _coalesced(single: Callable[..., Any]) -> Callable[..., Any]:
         return self._after(works, outputs, opts)
 
     return coalesced
+
+
+def _continued(work: Callable[[], Any], handover: Handover) -> Callable[[], Any]:
+    """Returns a call that another thread continues in the order of the caller's stream."""
+
+    def carry_out() -> Any:
+        with handover.resumed():
+            return work()
+
+    return carry_out
+
+
+def _check_dense(tensor: torch.Tensor) -> None:
+    """Raises ShapeError at the call, not in the Work: a sparse tensor isn't supported."""
+    if tensor.layout is not torch.strided:
+        distributed.array_of(tensor, "backend odyssey")
 
 
 class _Members(ProcessGroup):
@@ -156,23 +173,32 @@ class OdysseyProcessGroup(dist.ProcessGroup):
 
     # --- the line of calls ---
 
-    def _run(self, work: Callable[[], Any], value: Any, opts: Any = None) -> Any:
-        """The Work of a call; None where the caller waits for it.
+    def _run(
+        self,
+        work: Callable[[], Any],
+        value: Any,
+        opts: Any = None,
+        tensors: Sequence[torch.Tensor] = (),
+    ) -> Any:
+        """Returns the Work of a call, or None if the caller waits for it.
 
-        Of tensors on a GPU it is over when it returns: what a program's streams do meanwhile is not
-        known to the thread that carries it out.
+        The call reads tensors of a GPU after everything that the caller's stream has now, and
+        writes its results before the Work is over.
+
+        Args:
+            work: carries out the call. It reads and writes all tensors.
+            value: the result of the Work: tensors that the call writes.
+            tensors: tensors that the call reads; they matter if `value` is empty on this rank.
         """
         later = getattr(opts, "asyncOp", True)
         limit = getattr(opts, "timeout", None)
         limit = None if limit is None or limit.total_seconds() <= 0 else limit.total_seconds()
+        device = device_of(value) or device_of(tensors)
+        if device is not None and has_streams(device):
+            work = _continued(work, Handover(device))
         pending = self._line.run(work, value, later, limit)
         if pending is None:
             return None
-        first = value
-        while isinstance(first, (list, tuple)):
-            first = first[0] if first else None
-        if first is not None and first.is_cuda:
-            pending.wait()
         if self._together is not None:
             self._together.append(pending)
         return pending
@@ -186,13 +212,21 @@ class OdysseyProcessGroup(dist.ProcessGroup):
     #     which is faster
 
     def _into(
-        self, outputs: Sequence[torch.Tensor], opts: Any, call: Callable[[np.ndarray], Any]
+        self,
+        outputs: Sequence[torch.Tensor],
+        opts: Any,
+        call: Callable[[np.ndarray], Any],
+        read: bool = True,
     ) -> Any:
-        """Carries out a call for each of the tensors, which is given its memory to write to."""
-        places = [distributed.Place(t, "backend odyssey") for t in outputs]
+        """Carries out a call for each of the tensors, which is given its memory to write to.
+
+        read: False if the call doesn't read the tensors.
+        """
+        for tensor in outputs:
+            _check_dense(tensor)
 
         def work() -> None:
-            for place in places:
+            for place in [distributed.Place(t, "backend odyssey", read=read) for t in outputs]:
                 call(place.memory)
                 place.filled()
 
@@ -221,7 +255,7 @@ class OdysseyProcessGroup(dist.ProcessGroup):
         indices = self.comm.all_gather_each(distributed.array_of(coalesced.indices().t()))
         values = self.comm.all_gather_each(distributed.array_of(coalesced.values()))
         entries = (
-            torch.from_numpy(np.concatenate(indices)).t(),
+            torch.from_numpy(np.concatenate(indices)).t().to(tensor.device),
             distributed.like(coalesced.values(), np.concatenate(values)),
         )
         tensor.copy_(
@@ -229,7 +263,10 @@ class OdysseyProcessGroup(dist.ProcessGroup):
         )
 
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
-        return self._into(tensors, opts, lambda a: self.comm.broadcast(a, opts.rootRank))
+        root = opts.rootRank
+        return self._into(
+            tensors, opts, lambda a: self.comm.broadcast(a, root), read=self.comm.rank == root
+        )
 
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
         op = operation(opts, tensors[0])
@@ -246,29 +283,29 @@ class OdysseyProcessGroup(dist.ProcessGroup):
     def all_gather_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> Any:
-        a = distributed.array_of(tensor)
-        return self._into(
-            [output],
-            opts,
-            lambda out: self.comm.all_gather(a, out.reshape(self.comm.size, *a.shape)),
-        )
+        _check_dense(tensor)
+
+        def gather(out: np.ndarray) -> None:
+            a = distributed.array_of(tensor)
+            self.comm.all_gather(a, out.reshape(self.comm.size, *a.shape))
+
+        return self._into([output], opts, gather, read=False)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> Any:
         op = operation(opts, tensor)
-        a = distributed.array_of(tensor).reshape(-1)
-        if isinstance(op, np.ufunc):
-            size = self.comm.size
-            me = self.comm.rank
-            return self._into(
-                [output],
-                opts,
-                lambda t: np.copyto(t, self._bitwise(a, op).reshape(size, *t.shape)[me]),
-            )
-        return self._into(
-            [output], opts, lambda out: self.comm.reduce_scatter(a, op, out.reshape(-1))
-        )
+        _check_dense(tensor)
+
+        def combine(out: np.ndarray) -> None:
+            a = distributed.array_of(tensor).reshape(-1)
+            if isinstance(op, np.ufunc):
+                pieces = self._bitwise(a, op).reshape(self.comm.size, *out.shape)
+                out[...] = pieces[self.comm.rank]
+            else:
+                self.comm.reduce_scatter(a, op, out.reshape(-1))
+
+        return self._into([output], opts, combine, read=False)
 
     def all_to_all_single(
         self,
@@ -309,7 +346,10 @@ class OdysseyProcessGroup(dist.ProcessGroup):
         output_list = outputs[0] if outputs else None
         root = opts.rootRank
         return self._run(
-            lambda: distributed.gather(tensors[0], output_list, root, self._members), outputs, opts
+            lambda: distributed.gather(tensors[0], output_list, root, self._members),
+            outputs,
+            opts,
+            tensors,
         )
 
     def scatter(
@@ -356,7 +396,7 @@ class OdysseyProcessGroup(dist.ProcessGroup):
         return _Message(self.comm, distributed.irecv(tensors[0], rank, self._members, tag), tensors)
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Any:
-        place = distributed.Place(tensors[0], "backend odyssey")
+        place = distributed.Place(tensors[0], "backend odyssey", read=False)
         return _Message(
             self.comm,
             Work(self.comm.recv(place.memory, None, tag, wait=False), place.filled),

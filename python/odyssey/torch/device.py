@@ -1,4 +1,5 @@
 """The device of a module: the only file that knows what memory, generators and settings a GPU has.
+streams.py knows its streams, and links.py what is between the GPUs of ranks.
 
 Everything else of odyssey.torch asks a `Device` for memory, copies and settings, and has no branch
 for CUDA. On the CPU, memory is shared with NumPy, so nothing is copied. On other devices the host
@@ -9,18 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from ..base import machine
+from ..core import cuda as cuda_driver
 from ..core import fingerprint, native, random_scopes
 from ..data import mapped
+from ..errors import DeviceError
 from ..nn.utils import global_norm
 from ..parallel import default_shard_size
 from .device_sums import DeviceNorm, fingerprint_of
 
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
 #: The values of settings that decide the bits of a device, in a fixed order; empty for the CPU.
 DeviceSettings = tuple[bool, ...]
 #: A function that combines an array of this rank with those of the others.
@@ -49,7 +55,7 @@ class Device:
             # cuBLAS reads it when it starts: with one workspace, its sums have one order
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if not self.is_host:
-            random_scopes.add(self.name, _DeviceGenerator(device))
+            random_scopes.add(self.name, _DeviceGenerator(self))
 
     # --- memory ---
 
@@ -114,6 +120,41 @@ class Device:
         would have no variance for BatchNorm.
         """
         return default_shard_size(samples) if self.is_host else max(2, -(-samples // 8))
+
+    def pin(self, array: np.ndarray) -> None:
+        """Pins the memory of an array until it is freed, so that copies to and from it are fast.
+
+        Does nothing on the CPU, and if the system doesn't allow it.
+        """
+        if self.type != "cuda" or not array.nbytes:
+            return
+        address = array.ctypes.data
+        with self.entered(), contextlib.suppress(DeviceError):
+            # CUDA's runtime would keep an error of this call for the next kernel
+            cuda_driver.driver().call("cuMemHostRegister_v2", address, array.nbytes, _PORTABLE)
+            unregister = torch.cuda.cudart().cudaHostUnregister
+            weakref.finalize(array, unregister, address).atexit = False
+
+    # --- streams and other ranks ---
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Makes the device the current one in the block."""
+        if self.type == "cuda":
+            with torch.cuda.device(self.torch_device):
+                yield
+        else:
+            yield
+
+    def stream(self) -> int:
+        """Returns the CUstream that is current."""
+        return torch.cuda.current_stream(self.torch_device).cuda_stream
+
+    def identity(self) -> np.ndarray:
+        """Returns bytes (uint8) that no other device of any machine has."""
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        text = f"{machine()} {getattr(properties, 'uuid', self.name)}"
+        return np.frombuffer(text.encode(), np.uint8)
 
     # --- numbers of whole tensors ---
 
@@ -246,9 +287,10 @@ def host_array(tensor: torch.Tensor) -> np.ndarray:
 class _DeviceGenerator:
     """The generator of a device as random scopes use it."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._module = torch.get_device_module(device)
+    def __init__(self, device: Device) -> None:
+        self._entered = device.entered
+        self._device = device.torch_device
+        self._module = torch.get_device_module(self._device)
 
     def mark(self) -> Any:
         return self.state().numpy().tobytes()
@@ -262,12 +304,3 @@ class _DeviceGenerator:
     def seed(self, number: int) -> None:
         with self._entered():
             self._module.manual_seed(number)
-
-    @contextlib.contextmanager
-    def _entered(self) -> Iterator[None]:
-        """Makes the device the current one in the block."""
-        if self._device.type == "cuda":
-            with torch.cuda.device(self._device):
-                yield
-        else:
-            yield

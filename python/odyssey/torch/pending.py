@@ -16,13 +16,30 @@ from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.futures import Future
 
 from ..comm import Communicator, calls
+from .streams import has_streams
 
 # the latest error of a pending call, because torch sometimes passes on only the text of an error
 failed: list[BaseException] = []
+
+
+def device_of(value: Any) -> torch.device | None:
+    """Returns the device of the first tensor in nested lists; None if there is none."""
+    while isinstance(value, (list, tuple)):
+        value = value[0] if value else None
+    return value.device if isinstance(value, torch.Tensor) else None
+
+
+def future_of(value: Any) -> Future:
+    """Returns a Future for tensors like these; PyTorch needs the device of their streams."""
+    device = device_of(value)
+    if device is None or not has_streams(device):
+        return Future()
+    return Future(devices=[device])
 
 
 class PendingCalls:
@@ -194,7 +211,7 @@ class Pending(dist.Work):
         return self._value
 
     def get_future(self) -> Future:
-        future = Future()
+        future = future_of(self._value)
         ended = future.then(self._return_outcome)  # the only way to give a Future an error
         self._futures.append(future)
         if self._over:

@@ -41,10 +41,13 @@ from ..parallel import plan as planning
 from ..parallel import strategy as strategies
 from ..train import Arithmetic
 from . import arithmetic
+from . import links as linking
 from .arena import ModuleArena, plain_name
 from .device import Device, device_of
+from .links import Links
 from .memory import ALIGN
 from .modes import Modes
+from .rank_sums import DeviceSums
 from .shard_draws import SELDOM_USED, ShardDraws, runs_own_code
 
 SUMS = 15  # loss, samples, weight, metrics
@@ -134,7 +137,7 @@ class Prepared:
     """The preparation of batches of one size: a plan, a reduction, and views of its buffers."""
 
     plan: planning.Plan
-    reduction: Reduction
+    reduction: Reduction | DeviceSums
     buffers: list[torch.Tensor]  # on the module's device
     gradients: list[list[torch.Tensor]]  # for each buffer, the gradient of each parameter in it
 
@@ -199,7 +202,7 @@ def read_weight(weight: Any) -> float:
     return number
 
 
-def _count_traffic(reduction: Reduction) -> np.ndarray:
+def _count_traffic(reduction: Reduction | DeviceSums) -> np.ndarray:
     """Returns the bytes that a reduction has sent: in all, uncompressed, to other machines."""
     return np.array([reduction.bytes_sent, reduction.bytes_plain, reduction.bytes_wire])
 
@@ -282,6 +285,8 @@ class Shards:
         self._prepared: dict[tuple[Any, ...], Prepared] = {}
         # the three numbers of `traffic` that no reduction in `_prepared` counts
         self._uncounted_traffic = np.zeros(3, np.int64)
+        self._links: Links | None = None
+        self._has_looked_for_links = False
         self._warned_names: set[str] = set()
         self._shard_count = 0  # shards of the open batch
         self._full_samples = 1  # of a full shard of the open batch
@@ -370,19 +375,53 @@ class Shards:
                 for gradient, offset in zip(arena.gradients, arena.at, strict=False)
             )
             content = strategies.Content(arena.size, shapes, samples, self.memory)
-        reduction = strategies.make(
-            self.strategy, self.comm, plan, floats, workers=1, content=content
-        )
-        buffers = [torch.from_numpy(reduction.buffers[i]) for i in range(plan.buffers)]
-        if not arena.device.is_host:
-            # the sums of this rank are computed there, and copied to those of the reduction
-            buffers = [arena.device.zeros(floats) for _ in buffers]
+        links = self._find_links() if train else None
+        if links is not None:
+            reduction = DeviceSums(self.comm, plan, floats, arena.device, links)
+            buffers = reduction.buffers
+        else:
+            reduction = strategies.make(
+                self.strategy, self.comm, plan, floats, workers=1, content=content
+            )
+            buffers = self._make_buffers(reduction)
         return Prepared(
             plan=plan,
             reduction=reduction,
             buffers=buffers,
             gradients=[arena.views(buffer) for buffer in buffers] if train else [],
         )
+
+    def _make_buffers(self, reduction: Reduction) -> list[torch.Tensor]:
+        """Returns the memory for sums of shards, on the device.
+
+        On other devices than the CPU it is copied to the buffers of the reduction.
+        """
+        device = self.arena.device
+        buffers = [torch.from_numpy(memory) for memory in reduction.buffers]
+        if device.is_host:
+            return buffers
+        if self.comm.size > 1:
+            device.pin(reduction.buffers)
+        return [device.zeros(reduction.floats) for _ in buffers]
+
+    def _find_links(self) -> Links | None:
+        """Returns the way between the devices of ranks, or None if sums go through the host.
+
+        The first call is a collective call, and reports why if sums go through the host.
+        """
+        device = self.arena.device
+        if device.is_host or self.comm.size == 1 or self._has_looked_for_links:
+            return self._links
+        self._has_looked_for_links = True
+        if self.strategy.reduction != "tree":
+            problem = f"reduction={self.strategy.reduction!r} runs there"
+        elif self.strategy.compression:
+            problem = f"compression={self.strategy.compression!r} runs there"
+        else:
+            self._links, problem = linking.connect(self.comm, device)
+        if problem:
+            self.tell(f"[torch] sums of ranks go through the memory of the host: {problem}")
+        return self._links
 
     def traffic(self) -> tuple[int, int, int]:
         """Returns the bytes that this rank has sent so far: in all, how many they would be without
@@ -757,6 +796,9 @@ class Shards:
         prepared, _, outcome = self._open_batch
         reduction = prepared.reduction
         device = self.arena.device
+        if isinstance(reduction, DeviceSums):
+            outcome.tell()
+            return reduction.run()
         if not device.is_host and outcome.error is None and self.comm.size > 1:
             for _, buffer in prepared.plan.partial:
                 torch.from_numpy(reduction.buffers[buffer]).copy_(prepared.buffers[buffer])

@@ -57,4 +57,4 @@ def ranks(c: Check, device: str, form: str) -> dict[str, str]:
     two = last_json(output)
     if two["weights"] != alone["weights"] or (alone["ranks"], two["ranks"]) != (1, 2):
         raise RuntimeError(f"{form}: different bits: {alone} alone, {two} on two ranks ({way})")
-    return {"weights": alone["weights"], "way": way}
+    return {"weights": alone["weights"], "way": way, "sums": two["sums"]}
