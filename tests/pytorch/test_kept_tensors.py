@@ -4,6 +4,7 @@ has the weights of one that never stopped.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from odyssey import callbacks, errors  # noqa: E402
-from odyssey.comm import Communicator  # noqa: E402
+from odyssey.comm import Communicator, mock  # noqa: E402
 from odyssey.torch import DistributedTrainer  # noqa: E402
 
 
@@ -182,3 +183,55 @@ def test_quantized_tensor_is_named(tmp_path, capsys):
             state="strict",
             verbose=False,
         )
+
+
+# --- buffers of other kinds -----------------------------------------------------------------------
+
+
+class OddBuffers(nn.Module):
+    """A net with complex numbers, and with buffers whose numbers have gaps or share memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("turn", torch.full((4,), 0.5 + 0.5j), persistent=False)
+        self.register_buffer("gaps", torch.ones(6)[::2])
+        self.register_buffer("shared", torch.ones(1).expand(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x * self.turn.abs()) * self.gaps * self.shared
+
+
+class Turns(callbacks.Callback):
+    """Changes the buffers after each step."""
+
+    def on_step_end(self, context: callbacks.Context) -> None:
+        module = context.trainer.module
+        module.turn *= 0.9 + 0.1j
+        module.gaps *= 1.1
+
+
+def test_complex_and_expanded_buffers_are_kept(tmp_path):
+    torch.manual_seed(0)
+    original = OddBuffers()
+    batches = [(torch.randn(12, 4), torch.arange(12) % 3) for _ in range(4)]
+
+    def train(comm, steps=None, folder=None):
+        module = copy.deepcopy(original)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        trainer = DistributedTrainer(module, optimizer, comm=comm, shard_size=4)
+        saving = {} if folder is None else {"checkpoint_dir": folder, "resume": "auto"}
+        trainer.fit(batches, steps=steps, verbose=False, callbacks=[Turns()], **saving)
+        return trainer.weights_sha256()
+
+    (expected,) = mock.run(1, train)
+    assert mock.run(3, train) == [expected] * 3
+    mock.run(2, lambda comm: train(comm, 2, tmp_path))
+    assert mock.run(3, lambda comm: train(comm, None, tmp_path)) == [expected] * 3
+
+
+def test_a_sparse_buffer_is_named():
+    module = OddBuffers()
+    module.register_buffer("edges", torch.eye(3).to_sparse())
+    with pytest.raises(errors.ConfigError, match="the buffer edges is sparse"):
+        DistributedTrainer(module, torch.optim.SGD(module.parameters(), lr=0.1))

@@ -124,6 +124,9 @@ class ModuleArena:
             raw = contiguous.view(-1).view(torch.uint8).numpy()
             if raw.size:
                 comm.broadcast(raw)
+                if not torch.ops.aten.is_non_overlapping_and_dense(b) and 0 in b.stride():
+                    b.data = contiguous.to(b.device)  # numbers of expand() share memory
+                    continue
                 with torch.no_grad():  # a buffer may be a parameter
                     b.copy_(contiguous)
         self.norms.keep()
@@ -178,6 +181,14 @@ def _check_module(module: nn.Module) -> None:
             raise ConfigError(
                 f"[torch] {name} is {str(p.dtype).removeprefix('torch.')} on {p.device}; float32 "
                 "is allowed: module.float(), and precision='bf16' for autocast"
+            )
+    for name, buffer in module.named_buffers():
+        if buffer.layout != torch.strided or buffer.is_quantized:
+            kind = "quantized" if buffer.is_quantized else "sparse"
+            raise ConfigError(
+                f"[torch] the buffer {name} is {kind}, which checkpoints can't hold as a buffer; "
+                "register its parts as buffers, such as indices and values, and build it in "
+                "forward(), or set it as an attribute without register_buffer()"
             )
     _check_devices(module)
 

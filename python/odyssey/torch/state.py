@@ -241,7 +241,7 @@ class ModuleState:
         if self.comm.rank != 0:
             return Snapshot(self.stepper.steps, arrays) if parts else None
         arrays |= {
-            "buffers": {name: host_array(b) for name, b in self.arena.buffers},
+            "buffers": {name: host_array(_as_real(b)) for name, b in self.arena.buffers},
             OPTIMIZER_VALUES: {**optimizer.arrays, **group_arrays},
             "generators": self.feed.orders.state(),
             CAPTURED: captured_arrays,
@@ -416,11 +416,12 @@ class ModuleState:
         for stem, named in (("parameters", self.arena.named), ("buffers", self.arena.buffers)):
             saved = snapshot.arrays.get(stem, {})
             for tensor_name, tensor in named:
-                shape = tuple(tensor.shape)
+                real = _as_real(tensor)
+                shape = tuple(real.shape)
                 if id(tensor) in growing and tensor_name in saved:
                     shape = tuple(saved[tensor_name].shape)
-                dtype = host_array(tensor).dtype
-                pairs.append((tensor, resume.tensor(saved, tensor_name, shape, dtype, name)))
+                dtype = host_array(real).dtype
+                pairs.append((real, resume.tensor(saved, tensor_name, shape, dtype, name)))
         return pairs
 
     def _list_empty_buffers(self) -> list[str]:
@@ -490,3 +491,10 @@ class ModuleState:
         order = saved.get("order", ())  # missing before version 0.3
         decoded = self.parts.state.in_order(self.parts.decode(state), order)
         return decoded, self.parts.state.decode_groups(saved, value_arrays)
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the numbers of a complex tensor (...) as pairs (..., 2), because files of
+    checkpoints have no complex numbers. Other tensors stay as they are.
+    """
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
