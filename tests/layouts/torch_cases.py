@@ -16,6 +16,7 @@ import own_loops
 import torch
 import torch_draws as draws
 from cases import Anywhere, Outcome, Processes, Quiet, Ran, Result, attempted, judged
+from torch.utils._pytree import tree_map_only
 from torch_draws import ALONE, Layout, Training
 
 from odyssey import data
@@ -92,7 +93,7 @@ def looped(
     for epoch in range(case.epochs):
         for batch in _of(loader, epoch, settings["seed"]):
             for x, y in net.shards(batch):
-                x, y = (mapped(lambda t: t.to(draws.DEVICE), tree) for tree in (x, y))
+                x, y = tree_map_only(torch.Tensor, lambda t: t.to(draws.DEVICE), (x, y))
                 with torch.autocast(
                     draws.DEVICE, torch.bfloat16, enabled=settings["precision"] == "bf16"
                 ):

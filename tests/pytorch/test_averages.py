@@ -5,6 +5,7 @@ runs.
 
 from __future__ import annotations
 
+import collections
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -15,16 +16,18 @@ import pytest
 
 from odyssey import data
 from odyssey.base.outputs import read_weights
-from odyssey.callbacks import EMA, SWA, Callback, Context
+from odyssey.callbacks import EMA, SWA, Callback, Context, averages
 from odyssey.comm import mock
 from odyssey.errors import Stopped
 
 torch = pytest.importorskip("torch")
 
+from pytorch import pretend  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.optim import swa_utils  # noqa: E402
 
 import odyssey.torch as ot  # noqa: E402
+from odyssey.torch import device_averages  # noqa: E402
 
 Weights = dict[str, np.ndarray]
 MAKING = threading.Lock()  # of initial weights: ranks are threads, and torch has one generator
@@ -32,6 +35,13 @@ WIDTH, CLASSES, BATCH = 6, 3, 16
 SHARES = 3  # the seed of modules with a buffer in the memory of a parameter
 # (ranks, zero)
 LAYOUTS = [(1, 0), (2, 0), (3, 0), (2, 1), (3, 1), (2, 2), (3, 2), (1, 3), (2, 3), (3, 3)]
+# ranks that are threads can't share out gradients on a device
+DEVICE_LAYOUTS = [(1, 0), (2, 0), (3, 1), (1, 3)]
+# (ranks, zero, device)
+LAYOUTS_ON_DEVICES = [
+    *((ranks, zero, "cpu") for ranks, zero in LAYOUTS),
+    *((ranks, zero, pretend.NAME) for ranks, zero in DEVICE_LAYOUTS),
+]
 
 
 class Module(nn.Module):
@@ -99,14 +109,16 @@ def loader(seed: int) -> data.DataLoader:
     return data.DataLoader(samples(seed), batch_size=BATCH, shuffle=True, seed=seed)
 
 
-def make_trainer(comm: Any, seed: int, zero: int) -> ot.DistributedTrainer:
+def make_trainer(
+    comm: Any, seed: int, zero: int, device: str = "cpu", **options: Any
+) -> ot.DistributedTrainer:
     with MAKING:
         torch.manual_seed(seed)
-        module = Module(seed)
+        module = Module(seed).to(device)
     parameters = [p for p in module.parameters() if p.requires_grad]
     kind = [torch.optim.SGD, torch.optim.AdamW][seed % 2]
     optimizer = kind(parameters, lr=0.05)
-    return ot.DistributedTrainer(module, optimizer, comm=comm, shard_size=4, zero=zero)
+    return ot.DistributedTrainer(module, optimizer, comm=comm, shard_size=4, zero=zero, **options)
 
 
 def moved(average: np.ndarray, weights: np.ndarray, rate: float) -> np.ndarray:
@@ -140,19 +152,21 @@ def assert_same(found: Weights, expected: Weights) -> None:
         assert found[name].tobytes() == array.tobytes(), name
 
 
-@pytest.mark.parametrize("ranks, zero", LAYOUTS)
+@pytest.mark.parametrize("ranks, zero, device", LAYOUTS_ON_DEVICES)
 @pytest.mark.parametrize("seed", range(4))
-def test_averages_are_those_of_the_recorded_weights(ranks, zero, seed):
+def test_averages_are_those_of_the_recorded_weights(ranks, zero, device, seed):
     """And an evaluation of the average leaves no trace."""
     if seed == SHARES and zero == 3:
         pytest.skip("the trainer doesn't support such buffers with zero=3")
+    if seed == SHARES and device != "cpu":
+        pytest.skip("module.to() gives such buffers separate memory")
     validation = samples(99, 20)
 
-    def train(comm, zero, evaluate):
+    def train(comm, zero, evaluate, device="cpu"):
         ema = EMA(decay=0.9, evaluate=evaluate and seed % 2 == 0)
         swa = SWA(2, evaluate=evaluate and seed % 2 == 1)
         recorder = Recorder()
-        trainer = make_trainer(comm, seed, zero)
+        trainer = make_trainer(comm, seed, zero, device)
         trainer.fit(
             loader(seed), validation, epochs=4, callbacks=[ema, swa, recorder], verbose=False
         )
@@ -165,7 +179,7 @@ def test_averages_are_those_of_the_recorded_weights(ranks, zero, seed):
     assert np.isneginf(expected_ema["mask"][0])
     assert_same(ema, expected_ema)
     assert_same(swa, expected_swa)
-    for rank_ema, rank_swa, rank_recorder, rank_sha in mock.run(ranks, train, zero, True):
+    for rank_ema, rank_swa, rank_recorder, rank_sha in mock.run(ranks, train, zero, True, device):
         assert_same(rank_ema, expected_ema)
         assert_same(rank_swa, expected_swa)
         for rank_weights, weights in zip(rank_recorder.steps, recorder.steps, strict=True):
@@ -173,12 +187,12 @@ def test_averages_are_those_of_the_recorded_weights(ranks, zero, seed):
         assert rank_sha == sha
 
 
-@pytest.mark.parametrize("ranks, zero", LAYOUTS)
-def test_the_record_is_that_of_the_average(ranks, zero):
+@pytest.mark.parametrize("ranks, zero, device", LAYOUTS_ON_DEVICES)
+def test_the_record_is_that_of_the_average(ranks, zero, device):
     validation = samples(99, 20)
 
-    def train(comm, zero):
-        trainer = make_trainer(comm, 1, zero)
+    def train(comm, zero, device="cpu"):
+        trainer = make_trainer(comm, 1, zero, device)
         ema = EMA(decay=0.9)
         history = trainer.fit(loader(1), validation, epochs=3, callbacks=[ema], verbose=False)
         before = trainer.weights_sha256()
@@ -197,7 +211,7 @@ def test_the_record_is_that_of_the_average(ranks, zero):
 
     [(losses, weights_loss, sha)] = mock.run(1, train, 0)
     assert losses[-1] != weights_loss
-    for result in mock.run(ranks, train, zero):
+    for result in mock.run(ranks, train, zero, device):
         assert result == (losses, weights_loss, sha)
 
 
@@ -251,8 +265,9 @@ def test_update_bn_of_torch_after_apply():
         assert_same(state, expected)
 
 
-def test_save_weights(tmp_path):
-    trainer = make_trainer(None, 1, 0)
+@pytest.mark.parametrize("device", ["cpu", pretend.NAME])
+def test_save_weights(tmp_path, device):
+    trainer = make_trainer(None, 1, 0, device)
     ema = EMA()
     trainer.fit(loader(1), epochs=1, callbacks=[ema], verbose=False)
     ema.save_weights(tmp_path / "averaged.safetensors")
@@ -272,14 +287,24 @@ class StopAt(Callback):
             context.stop = "the test"
 
 
-@pytest.mark.parametrize("first, second", [((1, 0), (3, 3)), ((2, 1), (2, 0)), ((3, 3), (2, 2))])
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        ((1, 0, "cpu"), (3, 3, "cpu")),
+        ((2, 1, "cpu"), (2, 0, "cpu")),
+        ((3, 3, "cpu"), (2, 2, "cpu")),
+        ((2, 0, pretend.NAME), (3, 1, pretend.NAME)),
+        ((1, 3, pretend.NAME), (3, 2, "cpu")),
+        ((3, 3, "cpu"), (2, 0, pretend.NAME)),
+    ],
+)
 @pytest.mark.parametrize("stop", [3, 8])
 def test_a_resumed_run_has_the_same_averages(first, second, stop, tmp_path):
     """Needs the capture of callbacks' attributes in checkpoints."""
 
-    def train(comm, zero, callbacks, **fit):
+    def train(comm, zero, device, callbacks, **fit):
         ema, swa = EMA(decay=0.9, evaluate=False), SWA(1)
-        trainer = make_trainer(comm, 2, zero)
+        trainer = make_trainer(comm, 2, zero, device, other_arithmetic=True)
         try:
             history = trainer.fit(
                 loader(2),
@@ -294,15 +319,71 @@ def test_a_resumed_run_has_the_same_averages(first, second, stop, tmp_path):
         losses = [record["test_loss"] for record in history.records]
         return ema.average, swa.average, [losses, ema.steps, swa.updates, trainer.weights_sha256()]
 
-    def checkpointed(comm, zero, step):
+    def checkpointed(comm, zero, device, step):
         fit = {"checkpoint_dir": tmp_path, "checkpoint_every": 2}
-        return train(comm, zero, [StopAt(step)], **fit)
+        return train(comm, zero, device, [StopAt(step)], **fit)
 
-    [(expected_ema, expected_swa, others)] = mock.run(1, train, 0, [])
-    ranks, zero = first
-    assert mock.run(ranks, checkpointed, zero, stop) == [None] * ranks
-    ranks, zero = second
-    for ema, swa, rank_others in mock.run(ranks, checkpointed, zero, 0):
+    [(expected_ema, expected_swa, others)] = mock.run(1, train, 0, "cpu", [])
+    ranks, zero, device = first
+    assert mock.run(ranks, checkpointed, zero, device, stop) == [None] * ranks
+    ranks, zero, device = second
+    for ema, swa, rank_others in mock.run(ranks, checkpointed, zero, device, 0):
         assert rank_others == others
         assert_same(ema, expected_ema)
         assert_same(swa, expected_swa)
+
+
+def test_an_average_on_a_device_copies_nothing_to_the_host():
+    def count(callbacks: list[Any]) -> list[list[int]]:
+        """Returns for each step the elements of each copy to the host."""
+        sizes: list[list[int]] = []
+
+        class Count(Callback):
+            after = 1  # after the averages
+
+            def on_step_end(self, context: Context) -> None:
+                sizes.append(list(pretend.copies.sizes))
+                pretend.copies.sizes.clear()
+
+        trainer = make_trainer(None, 0, 0, pretend.NAME)
+        trainer.fit(loader(0), epochs=3, callbacks=[*callbacks, Count()], verbose=False)
+        return sizes[8:]  # the first epochs look at more
+
+    first, *others = count([EMA(decay=0.9), SWA(1, evaluate=False)])
+    first_without, *others_without = count([])
+    assert others == others_without
+    # when an epoch starts, the device computes fingerprints of the averages
+    more = collections.Counter(first) - collections.Counter(first_without)
+    assert set(more) == {1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int64])
+@pytest.mark.parametrize("rate", [1.0, 0.9, 0.1, 1e-4, 1 / 3])
+def test_device_moves_random_numbers_as_numpy_does(dtype, rate, monkeypatch):
+    monkeypatch.setattr(device_averages, "GROUP_ELEMENTS", 40)
+    draw = torch.Generator().manual_seed(3)
+    shapes = [(5, 7), (), (0,), (33,), (4, 3, 2, 2)]
+    old, new = (
+        [(torch.randn(shape, generator=draw) * 100).to(dtype) for shape in shapes] for _ in range(2)
+    )
+    new[0][2] = old[0][2]
+    if dtype.is_floating_point:
+        old[0][2, 3] = new[0][2, 3] = float("-inf")
+        old[0][2, 4] = new[0][2, 4] = -0.0
+    for is_buffer in (False, True):
+        expected = []
+        for average, weight in zip(old, new, strict=True):
+            array = average.numpy().copy()
+            if rate == 1 or not dtype.is_floating_point:
+                array[...] = weight.numpy()
+            else:
+                with np.errstate(invalid="ignore"):
+                    averages._move_towards(
+                        array, weight.numpy(), rate, np.empty_like(array), is_buffer
+                    )
+            expected.append(array)
+        found = [average.to(pretend.NAME) for average in old]
+        targets = [weight.to(pretend.NAME) for weight in new]
+        device_averages.move_averages(found, targets, rate, is_buffer)
+        for moved_average, array in zip(found, expected, strict=True):
+            assert moved_average.cpu().numpy().tobytes() == array.tobytes()

@@ -4,6 +4,8 @@ checkpoints move between devices. The device is a pretended one (pretend.py).
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import random
 import threading
 from pathlib import Path
@@ -16,8 +18,10 @@ torch = pytest.importorskip("torch")
 
 from pytorch import pretend  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.utils._pytree import tree_map_only  # noqa: E402
 
 from odyssey import callbacks  # noqa: E402
+from odyssey.capture import mark  # noqa: E402
 from odyssey.comm import mock  # noqa: E402
 from odyssey.errors import ConfigError, NumericsError  # noqa: E402
 from odyssey.torch import (  # noqa: E402
@@ -150,6 +154,60 @@ def test_checkpoints_move_between_devices_if_other_results_are_allowed(tmp_path,
         assert_same(found, {**expected, "losses": found["losses"]})
 
 
+class KeepsTensors(callbacks.Callback):
+    """Has tensors of both devices that the steps create."""
+
+    def __init__(self) -> None:
+        self.norms: list[torch.Tensor] = []
+        self.mean: torch.Tensor | None = None
+
+    def on_step_end(self, context: Any) -> None:
+        weight = next(context.trainer.module.parameters()).detach()
+        self.norms.append(weight.norm())
+        self.mean = torch.stack(self.norms).mean()  # all must be on one device
+        self.on_host = self.mean.cpu()
+
+
+OPTIMIZERS = {
+    "Adafactor": {},
+    "NAdam": {},
+    "ASGD": {},
+    "Rprop": {},
+    "Adamax": {"foreach": True},
+    "RAdam": {},
+    "AdamW": {"amsgrad": True},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("first", ["cpu", pretend.NAME])
+def test_state_is_where_it_was_after_a_resume(tmp_path, name, first):
+    def train(
+        device: str, stop: int | None = None, **saving: Any
+    ) -> tuple[dict[str, np.ndarray], KeepsTensors]:
+        with MAKING:
+            torch.manual_seed(1)
+            net = nn.Sequential(nn.Linear(FEATURES, 5), nn.GELU(), nn.Linear(5, CLASSES))
+            net.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
+        net.to(device)
+        optimizer = getattr(torch.optim, name)(net.parameters(), lr=0.02, **OPTIMIZERS[name])
+        trainer = DistributedTrainer(net, optimizer, shard_size=4, other_arithmetic=True)
+        keeps = KeepsTensors()
+        # a callback's tensors of a CPU can't be on a device after a resume
+        kept = [keeps] if first != "cpu" or device == "cpu" and not saving else []
+        trainer.fit(make_batches(5), epochs=3, steps=stop, callbacks=kept, verbose=False, **saving)
+        return trainer.named_state(), keeps
+
+    expected, _ = train("cpu")
+    train(first, 3, checkpoint_dir=tmp_path)
+    found, keeps = train(pretend.NAME, checkpoint_dir=tmp_path)
+    assert_same(found, expected)
+    if keeps.norms:
+        assert len(keeps.norms) == 6
+        assert {tensor.device.type for tensor in (*keeps.norms, keeps.mean)} == {pretend.NAME}
+        assert keeps.on_host.device.type == "cpu"
+
+
 def run_own_loop(comm: Any, number: int, device: str) -> dict[str, np.ndarray]:
     r = random.Random(number)
     net = DistributedDataParallel(draw_net(r).to(device), shard_size=4, comm=comm)
@@ -170,6 +228,115 @@ def test_own_loop_has_the_bits_of_the_cpu_on_any_ranks(number):
     for ranks in (1, 2, 3):
         for found in mock.run(ranks, run_own_loop, number, pretend.NAME):
             assert_same(found, expected)
+
+
+@dataclasses.dataclass
+class Masked:
+    """A mean over the targets that aren't 0, in shards of which some have none."""
+
+    own_loop: bool
+    zero: int = 0
+    shard_size: int = 4
+    bad: float | None = None  # the weight of the third batch's shards
+
+    def loss(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(out, y, ignore_index=0)
+
+    def batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        batches = make_batches(7)
+        batches[1][1][:9] = 0
+        return batches
+
+    def train(self, comm: Any, device: str) -> dict[str, Any]:
+        net = draw_net(random.Random(11)).to(device)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+        train = self.train_loop if self.own_loop else self.fit
+        losses = train(comm, net, optimizer, device)
+        return {**{k: v.cpu().numpy() for k, v in net.state_dict().items()}, "losses": losses}
+
+    def weight(self, y: torch.Tensor) -> torch.Tensor:
+        counted = (y != 0).sum()
+        return counted if self.bad is None else counted * self.bad
+
+    def fit(self, comm: Any, net: nn.Module, optimizer: Any, device: str) -> list[float]:
+        trainer = DistributedTrainer(
+            net,
+            optimizer,
+            self.loss,
+            weight=lambda out, y: self.weight(y),
+            metrics=["accuracy"],
+            shard_size=self.shard_size,
+            zero=self.zero,
+            clip_norm=0.3,
+            comm=comm,
+        )
+        history = trainer.fit(self.batches(), epochs=3, verbose=False)
+        evaluation = trainer.evaluate(self.batches())
+        return [*(one["train_loss"] for one in history.records), evaluation.loss]
+
+    def train_loop(self, comm: Any, net: nn.Module, optimizer: Any, device: str) -> list[float]:
+        ddp = DistributedDataParallel(net, shard_size=self.shard_size, comm=comm)
+        comm.barrier()
+        means = []
+        for x, y in self.batches() * 3:
+            losses = []
+            batch = x.to(device), y.to(device)
+            for inputs, targets in ddp.shards(batch, weight=lambda shard: self.weight(shard[1])):
+                loss = self.loss(ddp(inputs), targets)
+                loss.backward()
+                losses.append((loss, self.weight(targets)))
+            optimizer.step()
+            optimizer.zero_grad()
+            means.append(ddp.mean(losses))
+        return means
+
+
+@pytest.mark.parametrize(
+    "masked", [Masked(False), Masked(False, zero=1), Masked(False, shard_size=3), Masked(True)]
+)
+def test_weights_of_shards_have_the_bits_of_the_cpu(masked):
+    (expected,) = mock.run(1, masked.train, "cpu")
+    assert np.isfinite(expected["losses"]).all()
+    for ranks in (1, 2, 3):
+        for found in mock.run(ranks, masked.train, pretend.NAME):
+            assert_same(found, expected)
+
+
+@pytest.mark.parametrize("own_loop", [False, True])
+@pytest.mark.parametrize("bad", [-1.0, float("inf"), float("nan")])
+def test_a_weight_that_is_not_allowed_ends_the_step_on_all_ranks(own_loop, bad):
+    masked = Masked(own_loop, bad=bad)
+
+    def train(comm: Any) -> str:
+        with pytest.raises(ConfigError, match="weight= returns a number below 0, inf") as problem:
+            masked.train(comm, pretend.NAME)
+        return str(problem.value)
+
+    assert len({*mock.run(2, train)}) == 1
+
+
+def test_outputs_that_differ_in_the_second_pass_are_found_on_the_device():
+    class Drifting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(FEATURES, CLASSES)
+            self.calls = itertools.count()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) + next(self.calls)
+
+    net = Drifting().to(pretend.NAME)
+    trainer = DistributedTrainer(
+        net,
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        pull_apart,
+        gather=True,
+        shard_size=4,
+        metrics={},
+        deterministic="warn",
+    )
+    with pytest.raises(ConfigError, match="gives other outputs when it runs again"):
+        trainer.fit(make_batches(1), verbose=False)
 
 
 def test_module_on_two_devices_is_refused_by_name():
@@ -242,7 +409,26 @@ def test_fingerprint_and_norm_have_the_bits_of_the_cpu(size, monkeypatch):
         assert np.isnan(other.norm(copy, alone))
 
 
-def count_copies(shard_size: int, clip_norm: float | None, use_statistics: bool) -> list[list[int]]:
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.int64, torch.float16, torch.bool, torch.complex64]
+)
+@pytest.mark.parametrize("shape", [(), (0,), (4, 8), (3, 5), (2, 3, 4, 4)])
+def test_marks_of_tensors_are_those_of_the_cpu(dtype, shape):
+    tensor = (torch.randn(shape) * 9).to(dtype)
+    tensor.view(-1)[-1:] = 1
+    copy = tensor.to(pretend.NAME)
+    assert mark(copy) == mark(tensor)
+    assert mark(copy.transpose(0, -1) if shape else copy) == mark(
+        tensor.transpose(0, -1) if shape else tensor
+    )
+    if tensor.numel():
+        copy.view(-1)[-1] = 0
+        assert mark(copy) != mark(tensor)
+
+
+def count_copies(
+    shard_size: int, clip_norm: float | None, use_statistics: bool, **options: Any
+) -> list[list[int]]:
     """Returns for each step the elements of each copy to the host."""
     norm = nn.BatchNorm1d(5) if use_statistics else nn.LayerNorm(5)
     net = nn.Sequential(nn.Linear(FEATURES, 5), norm, nn.Linear(5, CLASSES)).to(pretend.NAME)
@@ -251,7 +437,7 @@ def count_copies(shard_size: int, clip_norm: float | None, use_statistics: bool)
         torch.optim.AdamW(net.parameters(), lr=0.01),
         shard_size=shard_size,
         clip_norm=clip_norm,
-        metrics=["accuracy"],
+        **{"metrics": ["accuracy"], **options},
     )
     found: list[list[int]] = []
 
@@ -276,6 +462,46 @@ def test_host_waits_as_often_for_many_shards_as_for_one(clip_norm, use_statistic
     clipping = [largest, squares] if clip_norm else []
     after = [counters] if use_statistics else []
     assert many == [[*before, sums, extremes, *clipping, *after]] * 4
+
+
+def test_host_does_not_wait_for_the_weight_of_a_shard():
+    plain = count_copies(2, None, False)
+    weighted = count_copies(2, None, False, weight=lambda out, y: (y != 0).sum())
+    assert weighted == plain
+
+
+def test_host_waits_once_for_a_loss_across_the_batch():
+    sums, extremes, are_same = 32, 2, 8  # the last: outputs of shards that ran twice
+    found = count_copies(2, None, False, loss=pull_apart, gather=True)
+    assert found == [[are_same, sums, extremes]] * 4
+
+
+@pytest.mark.parametrize("shard_size", [4, 2])
+def test_host_waits_once_for_metrics_of_the_whole_set(shard_size):
+    sums, extremes, outputs, targets = 32, 2, 16 * CLASSES, 16
+    for sizes in count_copies(shard_size, None, False, metrics=["f1"]):
+        *first, last, found_extremes = sizes
+        assert (sorted(first), last, found_extremes) == ([targets, outputs], sums, extremes)
+
+
+@pytest.mark.parametrize("device", ["cpu", pretend.NAME])
+def test_forward_may_write_into_its_inputs(device):
+    class Clamps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(FEATURES, CLASSES)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x.clamp_(0))
+
+    net = Clamps().to(device)
+    for where in ("cpu", device):
+        batches = [(x.to(where), y.to(where)) for x, y in make_batches(1)]
+        before = [x.cpu().clone() for x, _ in batches]
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        DistributedTrainer(net, optimizer, shard_size=4).fit(batches, epochs=2, verbose=False)
+        for (x, _), values in zip(batches, before, strict=True):
+            assert torch.equal(x.cpu(), values)
 
 
 @pytest.mark.parametrize(
@@ -381,35 +607,116 @@ def test_fp16_refuses_compression_that_keeps_what_it_did_not_send():
         )
 
 
+def loop_in_fp16(
+    comm: Any, device: str, saved: dict[str, Any] | None = None, stop: int = 16
+) -> dict[str, Any]:
+    """Trains in a loop of one's own with PyTorch's scaler, whose first scale overflows."""
+    with MAKING:
+        torch.manual_seed(5)
+        # without running statistics: nets of ranks that are threads would see each other's
+        module = nn.Sequential(nn.Linear(FEATURES, 8), nn.LayerNorm(8), nn.Linear(8, CLASSES))
+    net = DistributedDataParallel(module.to(device), shard_size=4, comm=comm)
+    comm.barrier()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**24, growth_interval=3)
+    if saved is not None:
+        net.load_state_dict(saved["net"])
+        optimizer.load_state_dict(saved["optimizer"])
+        scaler.load_state_dict(saved["scaler"])
+    scales = []
+    means = []
+    while net.steps < stop:
+        x, y = make_batches(2)[net.steps % 2]
+        losses = []
+        for inputs, targets in net.shards((x.to(device), y.to(device))):
+            with torch.autocast(device, torch.float16):
+                loss = nn.functional.cross_entropy(net(inputs), targets)
+            scaler.scale(loss).backward()
+            losses.append((loss, len(inputs)))
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+        means.append(net.mean(losses))
+    state = net.state_dict()
+    for name, value in state.items():
+        state[name] = value.cpu().clone()
+    return {
+        "net": state,
+        "optimizer": tree_map_only(torch.Tensor, lambda t: t.cpu(), optimizer.state_dict()),
+        "scaler": scaler.state_dict(),
+        "scales": scales,
+        "means": means,
+    }
+
+
+@pytest.mark.parametrize("device", ["cpu", pretend.NAME])
+def test_fp16_in_an_own_loop_skips_the_same_steps_on_any_ranks_and_after_a_resume(device):
+    def weights(found: dict[str, Any]) -> list[bytes]:
+        return [value.cpu().numpy().tobytes() for value in found["net"].values()]
+
+    (expected,) = mock.run(1, loop_in_fp16, device)
+    changes = {b / a for a, b in itertools.pairwise(expected["scales"])}
+    assert changes == {0.5, 1.0, 2.0}  # steps were skipped, and scales have grown
+    for ranks in (2, 3):
+        first = mock.run(ranks, loop_in_fp16, device, None, 7)
+        for found in mock.run(5 - ranks, loop_in_fp16, device, first[0]):
+            assert weights(found) == weights(expected)
+            assert first[0]["scales"] + found["scales"] == expected["scales"]
+            assert first[0]["means"] + found["means"] == expected["means"]
+
+
 ZERO = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import pretend, torch
 from torch import nn
+from odyssey.callbacks import EMA
+from odyssey.capture import mark
 from odyssey.torch import DistributedTrainer
 
-for zero, precision in ((0, "fp32"), (2, "fp32"), (3, "fp32"), (0, "fp16"), (2, "fp16")):
+CASES = [(zero, kind) for zero in (0, 2, 3) for kind in ("fp32", "fp16", "weight")]
+for zero, kind in CASES:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 3))
     net.to(pretend.NAME)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    options, steps = {}, 3
+    if kind == "fp16":  # the first scale overflows
+        options = {"precision": kind, "scaler_init_scale": 2.0**24, "scaler_growth_interval": 3}
+        steps = 14
+    if kind == "weight":
+        options = {
+            "loss": nn.CrossEntropyLoss(ignore_index=0),
+            "weight": lambda out, y: (y != 0).sum(),
+        }
     trainer = DistributedTrainer(
-        net, optimizer, shard_size=2, zero=zero, precision=precision, clip_norm=0.1
+        net, optimizer, shard_size=2, zero=zero, clip_norm=0.1, **options
     )
-    # the third rank has no shard in the second round
-    trainer.fit([(torch.randn(8, 6), torch.arange(8) % 3)] * 3, verbose=False)
+    # the third rank has no shard in the second round, and the third shard has no weight
+    batch = torch.randn(8, 6), torch.tensor([0, 1, 2, 0, 0, 0, 1, 2])
+    ema = EMA(decay=0.9)
+    trainer.fit([batch] * steps, [batch], callbacks=[ema], verbose=False)
+    average = mark(ema.average)
     sha = trainer.weights_sha256()
+    with ema.applied(trainer):
+        applied = trainer.weights_sha256()
+    assert trainer.weights_sha256() == sha != applied
     if trainer.comm.rank == 0:
-        print(precision, sha)
+        print(kind, sha, trainer.scaler.skipped, trainer.scaler.value, applied, average)
 """
 
 
-def test_zero_has_the_bits_of_one_process(launch):
+def test_zero_has_the_bits_and_the_skipped_steps_of_one_process(launch):
     (launch.folder / "program.py").write_text(ZERO)
     found = set()
-    for ranks in (0, 3):
+    for ranks in (0, 2, 3):
         done = launch.python("-W", "ignore", "program.py", Path(__file__).parent, ranks=ranks)
         assert done.returncode == 0, done.stderr
-        assert len(done.stdout.splitlines()) == 5
+        assert len(done.stdout.splitlines()) == 9
         found.update(done.stdout.splitlines())
-    assert len(found) == 2  # one for each precision
+    assert sorted(line.split()[0] for line in found) == ["fp16", "fp32", "weight"]
+    (skipped,) = (int(line.split()[2]) for line in found if line.startswith("fp16"))
+    assert 0 < skipped < 14

@@ -36,8 +36,9 @@ class WeightAverage(Callback):
             each evaluation.
 
     Attributes:
-        average: the averaged weights by name, whole on every rank. The next update changes these
-            arrays in place, so copy them to keep them.
+        average: the averaged weights by name, as arrays, whole on every rank. The next update may
+            change these arrays in place, so copy them to keep them. If the module is on a GPU, the
+            average is kept there, and each read of this attribute copies it to the host.
         updates: how many times the average was updated.
     """
 
@@ -56,9 +57,10 @@ class WeightAverage(Callback):
         if not isinstance(evaluate, (bool, np.bool_)):
             raise ConfigError(f"[{self._kind}] evaluate is {evaluate!r}; use True or False")
         self.evaluate = bool(evaluate)
-        self.average: dict[str, np.ndarray] = {}
+        # arrays by name, or tensors on the device of the module if that isn't the CPU
+        self._values: dict[str, Any] = {}
         self.updates = 0
-        self._scratch = np.empty(0, np.float32)  # differences of one tensor
+        self._scratch = Scratch()
         self._rank = 0
         # the trainer that the average is of
         self._trainer: weakref.ReferenceType[Any] | None = None
@@ -70,9 +72,14 @@ class WeightAverage(Callback):
         return type(self).__name__
 
     @property
+    def average(self) -> dict[str, np.ndarray]:
+        """The averaged weights by name."""
+        return _as_arrays(self._values)
+
+    @property
     def has_average(self) -> bool:
         """True if there is an average that can be used."""
-        return bool(self.average)
+        return bool(self._values)
 
     # --- use of the average ---
 
@@ -93,7 +100,7 @@ class WeightAverage(Callback):
             with ema.applied(trainer):
                 print(trainer.evaluate(test).accuracy)
         """
-        restore = self._averaged_weights(trainer).write(self.average)
+        restore = self._averaged_weights(trainer).write(self._values)
         try:
             yield
         finally:
@@ -107,7 +114,7 @@ class WeightAverage(Callback):
         Raises:
             ConfigError: There is no average yet, or it is of another model.
         """
-        self._averaged_weights(trainer).write(self.average)
+        self._averaged_weights(trainer).write(self._values)
 
     def save_weights(self, path: str | Path) -> None:
         """Writes the average as a safetensors file, whole or not at all.
@@ -141,7 +148,7 @@ class WeightAverage(Callback):
         self._check_average()
         weights = _weights_of(trainer)
         shapes = weights.shapes()
-        expected_shapes = {name: array.shape for name, array in self.average.items()}
+        expected_shapes = {name: tuple(value.shape) for name, value in self._values.items()}
         if shapes != expected_shapes:
             pairs = (*shapes.items(), *expected_shapes.items())
             name = next(name for name, _ in pairs if shapes.get(name) != expected_shapes.get(name))
@@ -165,10 +172,7 @@ class WeightAverage(Callback):
         if not is_same_trainer:
             self._trainer = weakref.ref(trainer)
             self.updates = 0
-            with _weights_of(trainer).all_tensors() as tensors:
-                self.average = {name: np.array(array, order="C") for name, array in tensors.items()}
-        sizes = (array.size for array in self.average.values() if array.dtype == np.float32)
-        self._scratch = np.empty(max(sizes, default=0), np.float32)
+            self._values = _weights_of(trainer).copied()
         if self.evaluate:
             self._evaluate_before = trainer.evaluate
             vars(trainer)["evaluate"] = functools.partial(self._evaluate_average, trainer)
@@ -183,7 +187,7 @@ class WeightAverage(Callback):
             if getattr(evaluate, "__func__", None) is not type(trainer).evaluate:
                 vars(trainer)["evaluate"] = evaluate
             self._evaluate_before = None
-        self._scratch = np.empty(0, np.float32)
+        self._scratch = Scratch()
 
     def _check_trainer(self, context: Context) -> None:
         """Raises ConfigError, on all ranks, if the weights of this trainer can't be averaged."""
@@ -219,33 +223,10 @@ class WeightAverage(Callback):
         rate: 1 copies the weights.
         """
         weights = _weights_of(trainer)
-        buffers = weights.buffers()
-        with weights.all_tensors() as tensors:
-            for name, array in tensors.items():
-                average = self.average[name]
-                if rate == 1 or not np.issubdtype(average.dtype, np.floating):
-                    np.copyto(average, array)
-                else:
-                    self._move_towards(average, array, rate, is_buffer=name in buffers)
+        # a checkpoint of another device has put its values here
+        self._values = weights.localized(self._values)
+        weights.average_into(self._values, rate, self._scratch)
         self.updates += 1
-
-    def _move_towards(
-        self, average: np.ndarray, weights: np.ndarray, rate: float, is_buffer: bool
-    ) -> None:
-        """Moves one tensor, in its own precision.
-
-        Equal numbers stay exactly as they are. Without this form, a float32 decay of 0.9999 would
-        shrink weights that don't change by 0.02 %.
-        """
-        if average.dtype == np.float32:
-            difference = self._scratch[: average.size].reshape(average.shape)
-        else:
-            difference = np.empty_like(average)
-        # Masks of attention are buffers of infinities, whose difference would be NaN.
-        mask: Any = weights != average if is_buffer else True
-        np.subtract(weights, average, out=difference, where=mask)
-        np.multiply(difference, average.dtype.type(rate), out=difference, where=mask)
-        np.add(average, difference, out=average, where=mask)
 
 
 class EMA(WeightAverage):
@@ -257,10 +238,11 @@ class EMA(WeightAverage):
 
     With one rank, and with `zero` 0 to 2 without pipelines and tensor parallelism, an update reads
     and writes memory only, in NumPy on one core of each rank. With `zero=3`, pipelines and tensor
-    parallelism, each update gathers all weights on every rank. On GPUs each update copies the
-    weights to the host and back. Use `every` to make that rarer. In all cases each rank needs
-    memory for one more copy of the weights and of the largest tensor. An evaluation needs memory
-    for two more copies.
+    parallelism, each update gathers all weights on every rank. On GPUs each update of one of
+    odyssey's own models copies the weights to the host. The average of a PyTorch module is on the
+    module's GPU, and an update copies nothing to the host. Use `every` to update less often. In all
+    cases each rank needs memory for one more copy of the weights and of the largest tensor. An
+    evaluation needs memory for two more copies.
 
     Args:
         decay: how much of the average stays at an update, from 0 to below 1.
@@ -273,8 +255,8 @@ class EMA(WeightAverage):
         evaluate: True if evaluations within fit() use the average.
 
     Attributes:
-        average: the averaged weights by name, whole on every rank. The next update changes these
-            arrays in place, so copy them to keep them.
+        average: the averaged weights by name, whole on every rank. The next update may change
+            these arrays in place, so copy them to keep them.
         updates: how many times the average was updated.
         steps: the optimizer steps that were counted.
 
@@ -345,8 +327,8 @@ class SWA(WeightAverage):
         evaluate: True if evaluations within fit() use the average, from the first update on.
 
     Attributes:
-        average: the averaged weights by name, whole on every rank. The next update changes these
-            arrays in place, so copy them to keep them. Before the first update these are the
+        average: the averaged weights by name, whole on every rank. The next update may change
+            these arrays in place, so copy them to keep them. Before the first update these are the
             weights at the start.
         updates: how many ends of epochs were averaged.
 
@@ -397,7 +379,92 @@ class SWA(WeightAverage):
             self._update(context.trainer, 1 / (1 + self.updates))
 
 
-class EngineWeights:
+class Scratch:
+    """Memory for the differences of one tensor, which grows to the largest one."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.float32)
+
+    def like(self, array: np.ndarray) -> np.ndarray:
+        """Returns an array of this form. Float32 arrays share memory."""
+        if array.dtype != np.float32:
+            return np.empty_like(array)
+        if self._memory.size < array.size:
+            self._memory = np.empty(array.size, np.float32)
+        return self._memory[: array.size].reshape(array.shape)
+
+
+class HostWeights:
+    """Access to weights whose average is in arrays of the host. A subclass is for each trainer."""
+
+    def buffers(self) -> set[str]:
+        """Returns the names of the tensors that are no parameters."""
+        raise NotImplementedError
+
+    def all_tensors(self) -> contextlib.AbstractContextManager[dict[str, np.ndarray]]:
+        """Yields all tensors by name, whole on every rank, to be read."""
+        raise NotImplementedError
+
+    def copied(self) -> dict[str, Any]:
+        """Returns copies of all tensors by name, with which an average starts."""
+        with self.all_tensors() as tensors:
+            return {name: np.array(array, order="C") for name, array in tensors.items()}
+
+    def localized(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Returns the values of an average, in the form that `average_into` needs."""
+        return _as_arrays(values)
+
+    def average_into(self, values: dict[str, Any], rate: float, scratch: Scratch) -> None:
+        """Moves the values of an average towards the weights: values += rate (weights - values).
+
+        rate: 1 copies the weights.
+        """
+        buffers = self.buffers()
+        with self.all_tensors() as tensors:
+            for name, array in tensors.items():
+                average = values[name]
+                if rate == 1 or not np.issubdtype(average.dtype, np.floating):
+                    np.copyto(average, array)
+                else:
+                    difference = scratch.like(average)
+                    _move_towards(average, array, rate, difference, is_buffer=name in buffers)
+
+
+def _move_towards(
+    average: np.ndarray,
+    weights: np.ndarray,
+    rate: float,
+    difference: np.ndarray,
+    is_buffer: bool,
+) -> None:
+    """Moves one tensor, in its own precision.
+
+    Equal numbers stay exactly as they are. Without this form, a float32 decay of 0.9999 would
+    shrink weights that don't change by 0.02 %.
+
+    difference: memory for it.
+    """
+    # Masks of attention are buffers of infinities, whose difference would be NaN.
+    mask: Any = weights != average if is_buffer else True
+    np.subtract(weights, average, out=difference, where=mask)
+    np.multiply(difference, average.dtype.type(rate), out=difference, where=mask)
+    np.add(average, difference, out=average, where=mask)
+
+
+def _as_arrays(values: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Returns values by name as arrays of the host; the same dict if they are arrays already."""
+    if all(isinstance(value, np.ndarray) for value in values.values()):
+        return values
+    return {name: _as_array(value) for name, value in values.items()}
+
+
+def _as_array(value: Any) -> np.ndarray:
+    if isinstance(value, np.ndarray):
+        return value
+    return np.ascontiguousarray(value.detach().cpu().numpy()).reshape(tuple(value.shape))
+
+
+class EngineWeights(HostWeights):
     """Access to the weights of odyssey's own trainer, which may be spread over ranks."""
 
     def __init__(self, trainer: Any) -> None:
@@ -428,11 +495,12 @@ class EngineWeights:
             for name, p in self._arena.named
         }
 
-    def write(self, values: dict[str, np.ndarray]) -> Callable[[], None]:
+    def write(self, values: dict[str, Any]) -> Callable[[], None]:
         """Writes values by name into the parts that this rank has; all ranks call it.
 
         Returns a function that writes back what was there. All ranks call that, too.
         """
+        values = self.localized(values)
         flat = np.zeros(self._arena.size, np.float32)
         for name, view in self._views(flat).items():
             np.copyto(view, values[name])
@@ -454,11 +522,12 @@ class EngineWeights:
         return functools.partial(self._ownership.load, put_back)
 
 
-class ModuleWeights:
+class ModuleWeights(HostWeights):
     """Access to the weights of the trainer of PyTorch modules, which may be spread over ranks."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self._device = trainer.arena.device
 
     def _named_tensors(self) -> list[tuple[str, Any]]:
         """Returns parameters and buffers by name."""
@@ -482,6 +551,28 @@ class ModuleWeights:
         with self._trainer.gathered():
             yield {name: tensor.detach().cpu().numpy() for name, tensor in self._named_tensors()}
 
+    def copied(self) -> dict[str, Any]:
+        if self._device.is_host:
+            return super().copied()
+        with self._trainer.gathered():
+            return {name: tensor.detach().clone() for name, tensor in self._named_tensors()}
+
+    def localized(self, values: dict[str, Any]) -> dict[str, Any]:
+        if self._device.is_host:
+            return super().localized(values)
+        return {name: self._device.tensor_of(value) for name, value in values.items()}
+
+    def average_into(self, values: dict[str, Any], rate: float, scratch: Scratch) -> None:
+        if self._device.is_host:
+            super().average_into(values, rate, scratch)
+            return
+        with self._trainer.gathered():
+            arena = self._trainer.arena
+            for named, is_buffer in ((arena.named, False), (arena.buffers, True)):
+                averages = [values[name] for name, _ in named]
+                weights = [tensor.detach() for _, tensor in named]
+                self._device.move_averages(averages, weights, rate, is_buffer)
+
     @contextlib.contextmanager
     def _local(self) -> Iterator[dict[str, Any]]:
         """Yields the tensors by name that this rank has, to be written."""
@@ -493,16 +584,17 @@ class ModuleWeights:
                 if local_ids is None or name in buffers or id(tensor) in local_ids
             }
 
-    def write(self, values: dict[str, np.ndarray]) -> Callable[[], None]:
+    def write(self, values: dict[str, Any]) -> Callable[[], None]:
         """Writes values by name into the tensors that this rank has.
 
         Returns a function that writes back what was there.
         """
+        values = self.localized(values)
         with self._local() as tensors:
             # All are copied before the first is written, because tensors may share memory.
             previous_values = {name: tensor.clone() for name, tensor in tensors.items()}
             for name, tensor in tensors.items():
-                tensor.copy_(tensor.new_tensor(values[name]))
+                tensor.copy_(self._device.tensor_of(values[name]))
 
         def restore() -> None:
             with self._local() as tensors:

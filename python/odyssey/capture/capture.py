@@ -1094,9 +1094,9 @@ class Capture:
         ]
         if paths:
             self._announced.update(paths)
-            shown = ", ".join(paths[:5])
+            first_paths = ", ".join(paths[:5])
             self._say(
-                f"[capture] {shown}: a resumed run has the items of this set in another order. If "
+                f"[capture] {first_paths}: a resumed run has the items of this set in another order. If "
                 "training depends on the order, use a list or dict instead, or sorted()"
             )
 

@@ -571,15 +571,15 @@ def fill_set(target: set, items: Iterable[Any]) -> None:
     The order of a set depends on its table. The table grows with the items that a set holds, and
     stays large when they are gone. So several sizes are tried.
     """
-    wanted = list(items)
-    can_be_ordered = all(map(_has_fixed_hash, wanted))
+    ordered_items = list(items)
+    can_be_ordered = all(map(_has_fixed_hash, ordered_items))
     for size in _TABLE_SIZES if can_be_ordered else _TABLE_SIZES[:1]:
         set.clear(target)
-        set.update(target, wanted)  # one by one, because it is a list
+        set.update(target, ordered_items)  # one by one, because it is a list
         placeholders = [_Placeholder(number) for number in range(size)]
         set.update(target, placeholders)
         set.difference_update(target, placeholders)
-        if _are_same(set.__iter__(target), wanted):
+        if _are_same(set.__iter__(target), ordered_items):
             return
 
 
@@ -606,9 +606,9 @@ def keeps_order(value: Any) -> bool:
     return not isinstance(value, (list, tuple)) or all(map(keeps_order, value))
 
 
-def _are_same(items: Iterable[Any], others: Iterable[Any]) -> bool:
+def _are_same(first: Iterable[Any], second: Iterable[Any]) -> bool:
     """Tells whether two collections of equal length return the same objects in the same order."""
-    return all(map(operator.is_, items, others))
+    return all(map(operator.is_, first, second))
 
 
 def _has_fixed_hash(item: Any) -> bool:

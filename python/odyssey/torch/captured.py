@@ -36,6 +36,7 @@ from ..capture import (
     register_value_host,
 )
 from ..core import fingerprint
+from .device_sums import fingerprint_of
 
 # Attributes of every module that are no settings, or hold what is followed by itself.
 _SKIPPED = (
@@ -63,7 +64,16 @@ _WRAPPERS = (
 )
 
 _TRAINED = " trained"  # ends the dtype of a tensor that requires gradients
+_ON_DEVICE = " on device"  # ends it, then, for a tensor that isn't on the CPU
+# where such tensors of a checkpoint go: the device of the trainer that this process made last
+_device = torch.device("cpu")
 _DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+
+
+def build_on(device: torch.device) -> None:
+    """Sets the device of tensors of checkpoints that weren't on the CPU, for this process."""
+    global _device
+    _device = device
 
 
 def _is_array_like(tensor: torch.Tensor) -> bool:
@@ -77,6 +87,20 @@ def _array_of(tensor: torch.Tensor) -> np.ndarray:
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+
+
+def _fingerprint_of_bytes(tensor: torch.Tensor) -> int:
+    """Returns the fingerprint of the bytes of a tensor with strides.
+
+    Another device than the CPU computes it, and copies one number to the host, unless the bytes
+    are no whole words.
+    """
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.device.type == "cpu" or not flat.numel() or flat.numel() * flat.element_size() % 4:
+        return fingerprint.of_bytes(_array_of(tensor))
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    return fingerprint_of([(flat.view(torch.int32), 0)])
 
 
 def _is_known(tensor: torch.Tensor) -> bool:
@@ -131,19 +155,30 @@ def _remark_on(tensor: torch.Tensor) -> str:
 def _parts_with_training(tensor: torch.Tensor) -> list[Any]:
     """Returns the parts of a tensor. One that is trained has that after its dtype."""
     dtype, *parts = _parts_of_tensor(tensor)
-    is_trained = type(tensor) is torch.Tensor and _is_trained(tensor)
-    return [dtype + _TRAINED if is_trained else dtype, *parts]
+    if type(tensor) is torch.Tensor and _is_trained(tensor):
+        dtype += _TRAINED
+    if tensor.device.type != "cpu":
+        dtype += _ON_DEVICE
+    return [dtype, *parts]
 
 
 def _build_with_training(parts: list[Any]) -> torch.Tensor:
     dtype, *rest = parts
-    tensor = _build_tensor([dtype.removesuffix(_TRAINED), *rest])
-    return tensor.requires_grad_() if dtype.endswith(_TRAINED) else tensor
+    dtype_there = dtype.removesuffix(_ON_DEVICE)
+    tensor = _build_there([dtype.replace(_TRAINED, ""), *rest])
+    return tensor.requires_grad_() if dtype_there.endswith(_TRAINED) else tensor
+
+
+def _build_there(parts: list[Any]) -> torch.Tensor:
+    """Builds a tensor, on the device of the trainer if it was on one."""
+    dtype, *rest = parts
+    tensor = _build_tensor([dtype.removesuffix(_ON_DEVICE), *rest])
+    return tensor.to(_device) if dtype.endswith(_ON_DEVICE) else tensor
 
 
 def _build_parameter(parts: list[Any]) -> nn.Parameter:
     # Whether it is trained is a value of its own.
-    return nn.Parameter(_build_tensor(parts), requires_grad=False)
+    return nn.Parameter(_build_there(parts), requires_grad=False)
 
 
 def _put_tensor(target: torch.Tensor, value: torch.Tensor) -> bool:
@@ -164,10 +199,13 @@ def _write_contents(target: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _mark_tensor(tensor: torch.Tensor) -> str:
-    parts = _parts_of_tensor(tensor)
-    if len(parts) > 3:
-        return f"tensor({str(tensor.dtype)[6:]}, {tuple(tensor.shape)}, {mark(parts)})"
-    bits = fingerprint.of_bytes(_array_of(tensor))
+    is_plain = tensor.layout is torch.strided and (
+        tensor.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    )
+    if not is_plain:
+        parts = mark(_parts_of_tensor(tensor))
+        return f"tensor({str(tensor.dtype)[6:]}, {tuple(tensor.shape)}, {parts})"
+    bits = _fingerprint_of_bytes(tensor)
     return f"tensor({str(tensor.dtype)[6:]}, {tuple(tensor.shape)}, {bits:016x})"
 
 
@@ -338,7 +376,7 @@ def _edges_of_scheduler(scheduler: Any, path: str) -> Iterator[Edge]:
 for _name, _type, _build in (
     ("tensor", torch.Tensor, _build_with_training),
     ("parameter", nn.Parameter, _build_parameter),
-    ("buffer", getattr(nn, "Buffer", None), _build_tensor),
+    ("buffer", getattr(nn, "Buffer", None), _build_there),
 ):
     if _type is not None:
         register(

@@ -60,9 +60,10 @@ def tree_of(value: Any) -> Any:
 def _view_as_array(leaf: Any) -> np.ndarray:
     """Returns the memory of a tensor, or of an array or number.
 
-    NumPy has no bfloat16, so that becomes float32.
+    NumPy has no bfloat16, so that becomes float32. A tensor on a device is copied to the host.
     """
-    tensor = leaf.detach() if isinstance(leaf, torch.Tensor) else torch.from_numpy(np.array(leaf))
+    is_tensor = isinstance(leaf, torch.Tensor)
+    tensor = leaf.detach().cpu() if is_tensor else torch.from_numpy(np.array(leaf))
     return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
@@ -438,18 +439,23 @@ def _split_batch(item: Any, targets: bool) -> tuple[Any, Any]:
     return item[0], item[1]
 
 
-def part(batch: Batch, lo: int, hi: int, targets: bool = True) -> tuple[Any, Any]:
+def part(
+    batch: Batch, lo: int, hi: int, targets: bool = True, is_copied: bool = False
+) -> tuple[Any, Any]:
     """Returns the inputs and targets of samples lo to hi - 1 of a batch, as copies in tensors.
 
     Integer targets of odyssey's own data sets become int64. They are copies because a forward pass
     may write into its inputs, and because the last bits of a product of matrices may depend on
     where in a cache line a matrix starts.
 
-    targets: False if they aren't needed.
+    targets: False if they aren't needed. is_copied: True if tensors of the CPU are copied to a
+        device next, so that they need no other copy.
     """
 
     def copy(leaf: Any) -> Any:
         tensor = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
+        if is_copied and isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+            return tensor
         return tensor.clone() if isinstance(tensor, torch.Tensor) else tensor
 
     if isinstance(batch.dataset, Shared):

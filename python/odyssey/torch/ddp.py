@@ -45,10 +45,10 @@ from ..errors import ConfigError, check_integer
 from ..parallel import Strategy
 from . import captured  # noqa: F401 (it registers torch's generators)
 from .data import Shared, tree_of
-from .device import host_array
+from .device import host_array, to_host
 from .modes import flushes_subnormals
 from .shard_draws import generator
-from .shards import LoopError, Shards, read_weight
+from .shards import LoopError, Shards, weight_of
 
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 ADVICE_ONE_NET = "make one DistributedDataParallel of nn.ModuleDict({name: module, ...})"
@@ -259,7 +259,7 @@ class DistributedDataParallel(torch.nn.Module):
                 self._versions = dict(versions)
                 shard = cut_shard(lo, hi)
                 if weight is not None:
-                    self._shards.weigh(read_weight(weight(shard)))
+                    self._shards.weigh(weight_of(weight(shard), self._arena.device))
                 yield shard  # the user's loop runs the shard here
                 self._check_shard(gradients, versions)
                 states = self._check_generators(states)
@@ -338,11 +338,11 @@ class DistributedDataParallel(torch.nn.Module):
         none. The mean is the same on all ranks, and on any number of ranks. It is NaN if no rank
         passes a pair. A number of weight 0 isn't used, so it may be NaN.
         """
-        pairs = [
-            (value.item() if isinstance(value, torch.Tensor) else value, weight)
-            for value, weight in values
-        ]
-        local_pairs = np.array(pairs, float).reshape(-1, 2)
+        numbers = [number for pair in values for number in pair]
+        on_host = iter(to_host([one.detach() for one in numbers if isinstance(one, torch.Tensor)]))
+        local_pairs = np.array(
+            [float(next(on_host) if isinstance(one, torch.Tensor) else one) for one in numbers]
+        ).reshape(-1, 2)
         max_pairs = int(self.comm.all_reduce(np.array([len(local_pairs)], np.int64), "max")[0])
         padded = np.zeros((max_pairs, 2))  # pairs of weight 0 add nothing
         padded[: len(local_pairs)] = local_pairs

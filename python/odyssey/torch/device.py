@@ -21,9 +21,10 @@ from ..base import machine
 from ..core import cuda as cuda_driver
 from ..core import fingerprint, native, random_scopes
 from ..data import mapped
-from ..errors import DeviceError
+from ..errors import ConfigError, DeviceError
 from ..nn.utils import global_norm
 from ..parallel import default_shard_size
+from .device_averages import move_averages
 from .device_sums import DeviceNorm, fingerprint_of
 
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
@@ -51,7 +52,9 @@ class Device:
         self.type = device.type
         self.name = str(device)
         self.is_host = device.type == "cpu"
+        self._copies: CopyStream | None = None
         if device.type == "cuda":
+            self._copies = CopyStream(device)
             # cuBLAS reads it when it starts: with one workspace, its sums have one order
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if not self.is_host:
@@ -82,6 +85,18 @@ class Device:
 
         return mapped(move, tree)
 
+    def bring(self, tree: Any) -> Any:
+        """Returns a tree with its tensors on the device, as `put` does, for samples of a shard.
+
+        A GPU copies them while it computes the shard before. The host waits for neither.
+        """
+        return self.put(tree) if self._copies is None else self._copies.bring(tree)
+
+    def tensor_of(self, value: np.ndarray | torch.Tensor) -> torch.Tensor:
+        """Returns a value as a tensor on the device. It shares memory with one that is there."""
+        tensor = value if isinstance(value, torch.Tensor) else torch.from_numpy(value)
+        return tensor.to(self.torch_device)
+
     def read(self, number: torch.Tensor) -> float | torch.Tensor:
         """Returns a tensor of one number as a number that can be computed with.
 
@@ -106,12 +121,14 @@ class Device:
             if isinstance(one, torch.Tensor):
                 target[place] = one
 
-    def number(self, value: float) -> float | torch.Tensor:
-        """Returns a number to divide tensors of the device by.
+    def number(self, value: float, dtype: torch.dtype = torch.float32) -> float | torch.Tensor:
+        """Returns a number to divide tensors of the device by, which have this dtype.
 
         CUDA multiplies by the reciprocal of a Python number, which has other bits than a division.
         """
-        return value if self.is_host else torch.full((), value, device=self.torch_device)
+        if self.is_host:
+            return value
+        return torch.full((), value, dtype=dtype, device=self.torch_device)
 
     def default_shard_size(self, samples: int) -> int:
         """Returns the samples per shard for a global batch of so many, if the user sets none.
@@ -177,6 +194,16 @@ class Device:
             return global_norm([flat], largest, total, machine=DeviceNorm())
         runs = [(flat.data_ptr(), flat.numel())] if flat.numel() else []
         return global_norm(runs, largest, total)
+
+    def move_averages(
+        self,
+        averages: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        rate: float,
+        keeps_equal: bool,
+    ) -> None:
+        """Moves averages towards weights, without a copy to the host; see device_averages.py."""
+        move_averages(averages, weights, rate, keeps_equal)
 
     # --- settings ---
 
@@ -282,6 +309,99 @@ def on_host(tensor: torch.Tensor) -> Iterator[np.ndarray]:
 def host_array(tensor: torch.Tensor) -> np.ndarray:
     """Returns a tensor as an array: its memory on the CPU, a copy of it from other devices."""
     return tensor.detach().cpu().numpy()
+
+
+class CopyStream:
+    """Copies from the host to a GPU, on a stream beside the one that computes.
+
+    A copy starts at once, from pinned memory. What the host launches afterwards waits for it on the
+    GPU. Never run on a GPU: tests/pytorch/test_copy_stream.py looks at the order of the calls.
+
+    Args:
+        device: the GPU.
+        cuda: the module that makes streams.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._device = device
+        self._cuda = cuda
+        self._stream: Any = None  # made by the first copy, because CUDA may not have started
+
+    def bring(self, tree: Any) -> Any:
+        """Returns a tree with its tensors on the GPU."""
+        if self._stream is None:
+            self._stream = self._cuda.Stream(self._device)
+        compute = self._cuda.current_stream(self._device)
+        brought: list[torch.Tensor] = []
+
+        def copy(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or leaf.device.type != "cpu":
+                return leaf
+            pinned = self._pinned(leaf)
+            with self._cuda.stream(self._stream):
+                brought.append(pinned.to(self._device, non_blocking=True))
+            return brought[-1]
+
+        tree = mapped(copy, tree)
+        if brought:
+            compute.wait_event(self._stream.record_event())
+        for tensor in brought:
+            # its memory is of the other stream: not used again before the shard is computed
+            tensor.record_stream(compute)
+        return tree
+
+    @staticmethod
+    def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor of the host in memory that a GPU reads while the host continues.
+
+        PyTorch doesn't use that memory again before the copy has ended.
+        """
+        if tensor.layout != torch.strided:
+            return tensor
+        is_dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+        return (tensor if is_dense else tensor.contiguous()).pin_memory()
+
+
+def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns tensors in memory of the host, with one copy from the device for each dtype.
+
+    Tensors that are there already are returned as they are.
+    """
+    found = list(tensors)
+    for dtype in {tensor.dtype for tensor in tensors if tensor.device.type != "cpu"}:
+        places = [i for i, t in enumerate(tensors) if t.dtype == dtype and t.device.type != "cpu"]
+        flat = torch.cat([tensors[i].detach().reshape(-1) for i in places]).cpu()
+        parts = flat.split([tensors[i].numel() for i in places])
+        for i, part in zip(places, parts, strict=True):
+            # separate memory: bits of a later operation may depend on where a tensor starts
+            found[i] = part.clone().view(tensors[i].shape)
+    return found
+
+
+class Findings:
+    """Mistakes that a device finds. The host reads all of them at once, and waits only then."""
+
+    def __init__(self) -> None:
+        self._flags: list[torch.Tensor] = []
+        self._messages: list[str] = []
+
+    def add(self, flag: torch.Tensor, message: str) -> None:
+        """Notes a mistake, if the flag, a bool, is true.
+
+        Raises ConfigError: it is true, and on the CPU.
+        """
+        if flag.device.type != "cpu":
+            self._flags.append(flag)
+            self._messages.append(message)
+        elif flag:
+            raise ConfigError(message)
+
+    def read(self) -> None:
+        """Raises ConfigError: a flag is true; the message is that of the first one."""
+        flags = torch.stack(self._flags).tolist() if self._flags else []
+        for is_true, message in zip(flags, self._messages, strict=True):
+            if is_true:
+                raise ConfigError(message)
 
 
 class _DeviceGenerator:

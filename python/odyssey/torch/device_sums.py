@@ -63,8 +63,8 @@ class DeviceNorm:
 
 
 def fingerprint_of(tensors: Sequence[tuple[torch.Tensor, int]]) -> int:
-    """Returns the fingerprint of flat float32 tensors (core/fingerprint.py), given with the number
-    of their first float in the whole. One number is copied to the host.
+    """Returns the fingerprint of flat tensors of 4-byte numbers (core/fingerprint.py), given with
+    the number of their first one in the whole. One number is copied to the host.
     """
     sums = [
         _fingerprint_of_piece(piece, start + first)

@@ -21,7 +21,7 @@ from ..errors import ConfigError
 from ..metrics import check_mean
 from ..train import WholeSet
 from . import huggingface
-from .device import Device, host_array
+from .device import Device, host_array, to_host
 
 Metric = Callable[[Any, Any], Any]
 # Batches of random samples that show whether a function is a mean, and how many samples each has.
@@ -101,12 +101,34 @@ class ModuleWholeSet(WholeSet):
     bits.
     """
 
-    def collect(self, first: int, output: Any, target: Any) -> None:
-        def widen(tensor: torch.Tensor) -> torch.Tensor:
-            tensor = tensor.detach().cpu()
-            return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+    # (first sample, output and target) of shards on a device, until `bring`
+    _waiting: list[tuple[int, Any]]
 
-        super().collect(first, *pytree.tree_map_only(torch.Tensor, widen, (output, target)))
+    def begin(self) -> None:
+        super().begin()
+        self._waiting = []
+
+    def collect(self, first: int, output: Any, target: Any) -> None:
+        """Takes what the metrics need of a shard. From another device it is copied by `bring`."""
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            tensor = tensor.detach()
+            # forward() may use its memory again
+            return tensor if tensor.device.type == "cpu" else tensor.clone()
+
+        pair = pytree.tree_map_only(torch.Tensor, keep, (output, target))
+        if all(leaf.device.type == "cpu" for leaf in _tensors_in(pair)):
+            super().collect(first, *pytree.tree_map_only(torch.Tensor, _widened, pair))
+        else:
+            self._waiting.append((first, pair))
+
+    def bring(self) -> None:
+        """Copies what was collected from the device, all shards of a batch at once."""
+        brought = iter(to_host(_tensors_in(self._waiting)))
+        for first, pair in self._waiting:
+            on_host = pytree.tree_map_only(torch.Tensor, lambda _: _widened(next(brought)), pair)
+            super().collect(first, *on_host)
+        self._waiting = []
 
     def to_array(self, value: Any) -> np.ndarray:
         # a copy, because forward() may use its memory again
@@ -114,6 +136,14 @@ class ModuleWholeSet(WholeSet):
 
     def from_array(self, array: np.ndarray) -> torch.Tensor:
         return tensor_of(array)
+
+
+def _tensors_in(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def tensor_of(array: np.ndarray) -> torch.Tensor:

@@ -261,15 +261,36 @@ class OptimizerState:
                 if path in saved.tensors
                 else self._decode(saved.numbers[path], saved.arrays)
             )
-            if type(value) in PLAIN_TENSORS and value.shape == p.shape:
+            if type(value) in PLAIN_TENSORS and value.shape == p.shape and key != "step":
                 value = torch.empty_like(p, dtype=value.dtype).copy_(value)
+            elif key != "step" or self._is_step_on_device(p):
+                value = self._put(value)
             if key:
                 state.setdefault(p, {})[key] = value
             else:
                 state[p] = value
         for key, value in saved.others:
-            state[self._decode(key, saved.arrays)] = self._decode(value, saved.arrays)
+            state[self._decode(key, saved.arrays)] = self._put(self._decode(value, saved.arrays))
         return state
+
+    def _put(self, value: Any) -> Any:
+        """Returns a value with its tensors on the device of the module.
+
+        PyTorch's `load_state_dict` moves all state there too, except steps.
+        """
+        device = self.arena.device.torch_device
+
+        def move(leaf: Any) -> Any:
+            is_movable = type(leaf) in PLAIN_TENSORS and leaf.device != device
+            return leaf.to(device) if is_movable else leaf
+
+        return value if self.arena.device.is_host else tree_map(move, value)
+
+    def _is_step_on_device(self, parameter: nn.Parameter) -> bool:
+        """Returns whether the optimizer keeps the step of a parameter on the device."""
+        groups = self.optimizer.param_groups
+        group = next(g for g in groups if any(p is parameter for p in g["params"]))
+        return bool(group.get("capturable") or group.get("fused"))
 
     def order(self) -> list[str]:
         """Returns the names of the parameters that have state, in the order of the state."""

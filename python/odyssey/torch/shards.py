@@ -202,6 +202,22 @@ def read_weight(weight: Any) -> float:
     return number
 
 
+def weight_of(weight: Any, device: Device) -> float | torch.Tensor:
+    """Returns the weight of a shard that a user's function has returned, as `Shards.weigh` needs
+    it.
+
+    A number on another device than the CPU stays there, so that the host doesn't wait for it. If it
+    isn't allowed, it becomes NaN, and the end of the shards raises the error.
+
+    Raises ConfigError: it isn't one number, or, on the CPU, isn't allowed.
+    """
+    is_number = isinstance(weight, torch.Tensor) and weight.numel() == 1
+    if device.is_host or not is_number or weight.device.type == "cpu":
+        return read_weight(weight)
+    number = weight.detach().double().reshape(())
+    return number.masked_fill(~((number >= 0) & (number < math.inf)), math.nan)
+
+
 def _count_traffic(reduction: Reduction | DeviceSums) -> np.ndarray:
     """Returns the bytes that a reduction has sent: in all, uncompressed, to other machines."""
     return np.array([reduction.bytes_sent, reduction.bytes_plain, reduction.bytes_wire])
@@ -291,7 +307,8 @@ class Shards:
         self._shard_count = 0  # shards of the open batch
         self._full_samples = 1  # of a full shard of the open batch
         self._share = 1.0  # samples of the shard that is being run / samples of a full shard
-        self._weight = 1.0  # of its gradients and its loss
+        self._weight: float | torch.Tensor = 1.0  # of its gradients and its loss
+        self._reaches = True  # it has reached parameters, also if its weight is 0
         self._lay_out_memory()
         self.draws = ShardDraws(arena.device, comm.in_threads, repeats=not custom_loop)
         self.norms = arena.norms
@@ -596,13 +613,13 @@ class Shards:
         self._full_samples = min(size, samples)
         self._share = (hi - lo) / self._full_samples
         self._weight = self._share
+        self._reaches = True
         versions = self._prepare_shard(gradients) if train else []
         self.seed_shard(shard, step, train)
         yield lo, hi  # the caller runs the shard here
         self.modes.set()  # the shard may have changed them
         loss, *metrics = self._sums
-        weighted_loss = loss * self._weight if self._weight else 0.0
-        tail = [weighted_loss, float(hi - lo), self._weight, *metrics]
+        tail = [self._weighted(loss), float(hi - lo), self._weight, *metrics]
         if train:
             tail += self._find_reached(gradients, versions)
             self._scale_gradients(flat[: self._layout.statistics])
@@ -610,6 +627,8 @@ class Shards:
             tail += self.draws.flags()
         offset = self._layout.sums if train else 0
         self.arena.device.write(flat, offset, tail)
+        if train and not self._reaches and isinstance(self._weight, torch.Tensor):
+            flat[self._layout.reached : self._layout.counters].mul_(self._weight != 0)
 
     def preview(self, samples: int, step: int) -> Iterator[tuple[int, int]]:
         """Yields the shards of the open batch, for a pass before the one that `run` is for.
@@ -665,26 +684,44 @@ class Shards:
         """
         self._sums[: 1 + len(metrics)] = loss, *metrics
 
-    def weigh(self, samples: float) -> None:
+    def weigh(self, samples: float | torch.Tensor, reaches: bool = True) -> None:
         """Sets the weight of the shard that is being run, before its backward().
 
         A shard of weight 0 needs no backward(), and its loss isn't used. A batch of one shard is
         not scaled, so its shard needs no weight.
 
-        samples: the weight; a full shard with a weight of its number of samples counts as 1.
+        Args:
+            samples: the weight, as `weight_of` returns it. A full shard with a weight of its number
+                of samples counts as 1.
+            reaches: False if a shard of weight 0 counts as one without backward(), although the
+                host can't know the weight and calls it.
         """
         if self._shard_count > 1:
-            self._weight = samples / self._full_samples
+            self._reaches = reaches
+            full: float | torch.Tensor = self._full_samples
+            if isinstance(samples, torch.Tensor):
+                full = self.arena.device.number(self._full_samples, torch.float64)
+            self._weight = samples / full
+
+    def _weighted(self, loss: float | torch.Tensor) -> float | torch.Tensor:
+        """Returns the loss of the shard that was run times its weight; 0 without a weight."""
+        weight = self._weight
+        if isinstance(weight, torch.Tensor):
+            return (loss * weight).masked_fill(weight == 0, 0.0)
+        return loss * weight if weight else 0.0
 
     def _scale_gradients(self, gradients: torch.Tensor) -> None:
         """Multiplies the gradients of the shard that was run by its weight.
 
         Without a weight they become 0, even if they are NaN, as those of a mean of nothing are.
         """
-        if not self._weight:
+        weight = self._weight
+        if isinstance(weight, torch.Tensor):
+            gradients.mul_(weight.float()).masked_fill_(weight == 0, 0.0)
+        elif not weight:
             gradients.zero_()
-        elif self._weight != 1:
-            gradients.mul_(self._weight)
+        elif weight != 1:
+            gradients.mul_(weight)
 
     def _prepare_shard(self, gradients: list[torch.Tensor]) -> list[int]:
         """Sets the gradients of parameters to these views, and statistics to their values before
@@ -750,6 +787,12 @@ class Shards:
         if train and (outcome.error is not None or math.isnan(samples)):
             self.settle(step_taken=False)
         outcome.end(samples)
+        if math.isnan(weight):
+            self.settle(step_taken=False)
+            raise ConfigError(
+                "[torch] weight= returns a number below 0, infinity or NaN for a shard; return a "
+                "finite number from 0, for example (target != -100).sum()"
+            ).on_all_ranks()
         loss = loss / weight * samples if weight else math.nan
         if not train:
             return BatchSums(loss, samples, metrics)

@@ -29,7 +29,7 @@ from .data import part, tree_of
 from .device import host_array, on_host
 from .first_shard import gathered_prints
 from .optimizer_parts import OptimizerParts
-from .shards import BatchSums, Shards, is_compiled, read_weight
+from .shards import BatchSums, Shards, is_compiled, weight_of
 from .whole_batch_loss import Outputs, WholeBatchLoss
 
 #: What products are rounded to in these precisions.
@@ -202,6 +202,7 @@ class ModuleStepper(Stepper):
                     self._check_forward(*last_shard, step)
                 if not train:
                     self._check_evaluation(lambda x=x, y=y: self._results_of(x, y), step)
+            self._read_device(joined)
         if looks_at_forward and self.partial:
             self._check_forward_apart(outcome, last_shard, step)
         if train:
@@ -213,11 +214,19 @@ class ModuleStepper(Stepper):
             return self.run(batch, step, whole_set=whole_set)
         return sums
 
+    def _read_device(self, joined: WholeBatchLoss | None) -> None:
+        """Copies what the shards that were run have left on the device, and checks it."""
+        if joined is not None:
+            joined.findings.read()
+        if self._whole_set is not None:
+            self._whole_set.bring()
+
     def _read_shard(
         self, batch: datasets.Batch, lo: int, hi: int, targets: bool = True
     ) -> tuple[Any, Any]:
         """Returns inputs and targets of samples lo to hi - 1 of a batch, on the device."""
-        return self.arena.device.put(part(batch, lo, hi, targets))
+        device = self.arena.device
+        return device.bring(part(batch, lo, hi, targets, is_copied=not device.is_host))
 
     def _watch_shard(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context that watches what BatchNorm gets in a shard of the first step."""
@@ -328,8 +337,8 @@ class ModuleStepper(Stepper):
             if self._loss_is_sum:
                 loss = loss / samples
         weight = self._compute_weight(out, y, samples) if is_split else float(samples)
-        self.shards.weigh(weight)
-        if train and weight:
+        self.shards.weigh(weight, reaches=False)
+        if train and (isinstance(weight, torch.Tensor) or weight):
             with slot.span("backward"):
                 self._scale(loss).backward()
         self.shards.count(
@@ -385,8 +394,8 @@ class ModuleStepper(Stepper):
         is_own_loss = isinstance(y, dict) and not self._loss_is_given
         return self._count_labels if self.weight is None and is_own_loss else self.weight
 
-    def _compute_weight(self, out: Any, y: Any, samples: int) -> float:
-        """Returns the weight of a shard among those of its batch.
+    def _compute_weight(self, out: Any, y: Any, samples: int) -> float | torch.Tensor:
+        """Returns the weight of a shard among those of its batch, as `weight_of` does.
 
         Raises ConfigError: the user's function returns no number, or one below 0.
         """
@@ -395,7 +404,7 @@ class ModuleStepper(Stepper):
             return float(samples)
         with torch.no_grad():
             weight = weigh(out, y)
-        return read_weight(weight)
+        return weight_of(weight, self.arena.device)
 
     def _join_outputs(
         self, outcome: StepOutcome, batch: datasets.Batch, step: int, train: bool
@@ -416,9 +425,7 @@ class ModuleStepper(Stepper):
                 with self.forward_watch.looking(), _one_line_errors, self._watch_shard():
                     x, y = self._read_shard(batch, lo, hi)
                     outputs.add(lo, hi, *self._compute_output(x, y))
-        all_shards = outputs.exchanged(
-            self.comm, failed=outcome.error is not None, device=self.arena.device
-        )
+        all_shards = outputs.exchanged(self.comm, failed=outcome.error is not None)
         if all_shards is None:
             if train:
                 self.shards.settle(step_taken=False)
@@ -436,6 +443,7 @@ class ModuleStepper(Stepper):
                     outputs,
                     all_shards or [],
                     self._compute_loss,
+                    device=self.arena.device,
                     summands=samples if self._loss_is_sum else 1,
                     train=train,
                     scale=self.scaler.value,
@@ -480,7 +488,7 @@ class ModuleStepper(Stepper):
             x, y = shard
             with torch.no_grad():
                 out, target = self._compute_output(x, y)
-            return self._compute_weight(out, target, samples=0)
+            return float(self._compute_weight(out, target, samples=0))
 
         x, y = first_shard
         weigh = self._find_weight(x if huggingface.is_whole(x, y) else y)

@@ -32,7 +32,7 @@ from ..settings import declarations as declaration
 from ..train import BatchSharing, Trainer, compare_settings, roots_of, split_metrics, spread
 from . import metrics as metric_sums
 from .arguments import check_arguments, check_weight
-from .captured import kept_by_trainer
+from .captured import build_on, kept_by_trainer
 from .changing import ForwardCheck, ForwardWatch
 from .checks import ModuleChecks
 from .data import Shared
@@ -147,6 +147,7 @@ class DistributedTrainer(Trainer):
         self.shards = self._make_shards()
         self.arena = self.shards.arena
         self.arithmetic = self.shards.arithmetic
+        build_on(self.arena.device.torch_device)
         if not module.training:
             module.train()
         # a rank runs its shards one after the other

@@ -18,8 +18,13 @@ from torch.utils import _pytree as pytree
 from ..comm import Communicator
 from ..errors import ConfigError
 from ..train import spread
-from .device import Device
+from .device import Device, Findings, to_host
 from .objects import packed, unpacked
+
+_OTHER_OUTPUTS = (
+    "[torch] gather=True: forward() gives other outputs when it runs again on the same samples; "
+    "draw from torch's generator alone, and keep nothing from call to call"
+)
 
 
 class Outputs:
@@ -40,26 +45,32 @@ class Outputs:
         self.output_leaves = len(pytree.tree_leaves(out))
         self.shards[lo, hi] = [t.detach() if isinstance(t, torch.Tensor) else t for t in leaves]
 
-    def exchanged(self, comm: Communicator, failed: bool, device: Device) -> list[Any] | None:
+    def exchanged(self, comm: Communicator, failed: bool) -> list[Any] | None:
         """Sends the tensors of this rank's shards to all ranks; a collective call.
 
-        failed: True if this rank's first pass failed. device: of the tensors.
+        failed: True if this rank's first pass failed.
 
         Returns [first sample, one past the last, tensors] of the shards of all ranks in order, or
-        None if a rank has failed.
+        None if a rank has failed. Of several ranks the tensors are in memory of the host.
         """
         local_shards = [
-            [lo, hi, [packed(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]]
+            [lo, hi, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]]
             for (lo, hi), leaves in self.shards.items()
         ]
-        rank_results = [spread(comm, [failed, local_shards], rank) for rank in range(comm.size)]
+        if comm.size == 1:
+            return None if failed else sorted(local_shards, key=lambda shard: shard[:2])
+        on_host = iter(to_host([t for _, _, tensors in local_shards for t in tensors]))
+        sent = [
+            [lo, hi, [packed(next(on_host)) for _ in tensors]] for lo, hi, tensors in local_shards
+        ]
+        rank_results = [spread(comm, [failed, sent], rank) for rank in range(comm.size)]
+        if any(rank_failed for rank_failed, _ in rank_results):
+            return None
         shards = [
-            [lo, hi, [device.put(unpacked(tensor)) for tensor in tensors]]
+            [lo, hi, list(map(unpacked, tensors))]
             for _, rank_shards in rank_results
             for lo, hi, tensors in rank_shards
         ]
-        if any(rank_failed for rank_failed, _ in rank_results):
-            return None
         return sorted(shards, key=lambda shard: shard[:2])
 
 
@@ -70,9 +81,14 @@ class WholeBatchLoss:
         outputs: of this rank's shards.
         shards: of all ranks, as `Outputs.exchanged` returns them.
         loss: a function of (output, targets).
+        device: of the outputs.
         summands: the number that the loss is divided by, if it is a sum; 1 if it is a mean.
         train: True if gradients are needed.
         scale: what gradients are multiplied by.
+
+    Attributes:
+        loss: its value, as `Device.read` returns it.
+        findings: mistakes that the device finds.
 
     Raises:
         ConfigError: The outputs of the shards can't be joined.
@@ -84,11 +100,13 @@ class WholeBatchLoss:
         shards: list[Any],
         loss: Callable[[Any, Any], Any],
         *,
+        device: Device,
         summands: int,
         train: bool,
         scale: float = 1.0,
     ) -> None:
         self.outputs = outputs
+        self.findings = Findings()
         _, self._samples, _ = shards[-1]
         leaves = list(next(iter(outputs.shards.values())))  # any shard's; tensors are replaced
         tensor_leaves = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -97,7 +115,8 @@ class WholeBatchLoss:
                 "[torch] gather=True: forward() gives other numbers of tensors for some shards"
             )
         for k, i in enumerate(tensor_leaves):
-            leaves[i] = _join_tensors([(hi - lo, tensors[k]) for lo, hi, tensors in shards])
+            parts = [(hi - lo, tensors[k]) for lo, hi, tensors in shards]
+            leaves[i] = device.put(self._join_tensors(parts))
         self._gradient_leaves = [
             i for i in tensor_leaves if i < outputs.output_leaves and leaves[i].is_floating_point()
         ]
@@ -106,7 +125,7 @@ class WholeBatchLoss:
         value = loss(*pytree.tree_unflatten(leaves, outputs.spec))
         if summands > 1:
             value = value / summands
-        self.loss = float(value.detach())
+        self.loss = device.read(value.detach())
         if train:
             if scale != 1:
                 value = value.float() * scale  # 16 bits would overflow
@@ -132,12 +151,11 @@ class WholeBatchLoss:
         gradients = []
         for i, gradient in zip(self._gradient_leaves, self._gradients, strict=True):
             tensor = leaves[i]
-            if not torch.equal(tensor, first_leaves[i]) and not bool(tensor.isnan().any()):
-                raise ConfigError(
-                    "[torch] gather=True: forward() gives other outputs when it runs again on "
-                    "the same samples; draw "
-                    "from torch's generator alone, and keep nothing from call to call"
-                )
+            first = first_leaves[i]
+            if tensor.shape != first.shape:
+                raise ConfigError(_OTHER_OUTPUTS)
+            is_other = (tensor != first).any() & ~tensor.isnan().any()
+            self.findings.add(is_other, _OTHER_OUTPUTS)
             if gradient is None or not tensor.requires_grad:
                 continue
             # A number is equal in all shards, as it depends on parameters only. So its gradient is
@@ -155,20 +173,22 @@ class WholeBatchLoss:
         if tensors:
             torch.autograd.backward(tensors, gradients)
 
+    def _join_tensors(self, parts: list[tuple[int, torch.Tensor]]) -> torch.Tensor:
+        """Returns one tensor of the (samples, tensor) of all shards; equal numbers stay a number.
 
-def _join_tensors(parts: list[tuple[int, torch.Tensor]]) -> torch.Tensor:
-    """Returns one tensor of the (samples, tensor) of all shards; equal numbers stay a number.
-
-    Raises ConfigError: their shapes don't fit together.
-    """
-    _, first = parts[0]
-    if not first.dim() and all(torch.equal(t, first) for _, t in parts):
-        return first.clone()
-    shapes = sorted({tuple(t.shape[1:]) for _, t in parts})
-    if len(shapes) > 1 or any(not t.dim() or len(t) != samples for samples, t in parts):
-        raise ConfigError(
+        Raises ConfigError: their shapes don't fit together.
+        """
+        _, first = parts[0]
+        shapes = sorted({tuple(t.shape[1:]) for _, t in parts})
+        problem = (
             "[torch] gather=True joins outputs and targets along their first axis, the samples; "
             f"shards gave {shapes} "
             "behind it; give such tensors, and numbers that depend on parameters alone"
         )
-    return torch.cat([t for _, t in parts])
+        if all(not t.dim() for _, t in parts):
+            is_equal = (torch.stack([t for _, t in parts]) == first).all()
+            self.findings.add(~is_equal, problem)
+            return first.clone()
+        if len(shapes) > 1 or any(not t.dim() or len(t) != samples for samples, t in parts):
+            raise ConfigError(problem)
+        return torch.cat([t for _, t in parts])
