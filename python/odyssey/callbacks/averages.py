@@ -568,9 +568,9 @@ class ModuleWeights(HostWeights):
             return
         with self._trainer.gathered():
             arena = self._trainer.arena
-            for named, is_buffer in ((arena.named, False), (arena.buffers, True)):
-                averages = [values[name] for name, _ in named]
-                weights = [tensor.detach() for _, tensor in named]
+            for tensors, is_buffer in ((arena.named, False), (arena.buffers, True)):
+                averages = [values[name] for name, _ in tensors]
+                weights = [tensor.detach() for _, tensor in tensors]
                 self._device.move_averages(averages, weights, rate, is_buffer)
 
     @contextlib.contextmanager

@@ -1096,8 +1096,8 @@ class Capture:
             self._announced.update(paths)
             first_paths = ", ".join(paths[:5])
             self._say(
-                f"[capture] {first_paths}: a resumed run has the items of this set in another order. If "
-                "training depends on the order, use a list or dict instead, or sorted()"
+                f"[capture] {first_paths}: a resumed run has the items of this set in another "
+                "order. If training depends on the order, use a list or dict, or sorted()"
             )
 
     def _changed_classes(self, picture: Picture) -> dict[str, str]:

@@ -171,8 +171,8 @@ def _build_with_training(parts: list[Any]) -> torch.Tensor:
 
 def _build_there(parts: list[Any]) -> torch.Tensor:
     """Builds a tensor, on the device of the trainer if it was on one."""
-    dtype, *rest = parts
-    tensor = _build_tensor([dtype.removesuffix(_ON_DEVICE), *rest])
+    dtype, *numbers = parts
+    tensor = _build_tensor([dtype.removesuffix(_ON_DEVICE), *numbers])
     return tensor.to(_device) if dtype.endswith(_ON_DEVICE) else tensor
 
 

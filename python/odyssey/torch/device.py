@@ -367,15 +367,15 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
     Tensors that are there already are returned as they are.
     """
-    found = list(tensors)
+    on_host_now = list(tensors)
     for dtype in {tensor.dtype for tensor in tensors if tensor.device.type != "cpu"}:
         places = [i for i, t in enumerate(tensors) if t.dtype == dtype and t.device.type != "cpu"]
         flat = torch.cat([tensors[i].detach().reshape(-1) for i in places]).cpu()
         parts = flat.split([tensors[i].numel() for i in places])
         for i, part in zip(places, parts, strict=True):
             # separate memory: bits of a later operation may depend on where a tensor starts
-            found[i] = part.clone().view(tensors[i].shape)
-    return found
+            on_host_now[i] = part.clone().view(tensors[i].shape)
+    return on_host_now
 
 
 class Findings:

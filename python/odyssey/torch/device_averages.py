@@ -82,7 +82,7 @@ def _move_joined(pairs: list[Pair], rate: float) -> None:
     columns = zip(*pairs, strict=True)
     average, weight = (torch.cat([one.reshape(-1) for one in column]) for column in columns)
     moved = average + (weight - average) * rate
-    kept = torch.where(weight != average, moved, average)
-    parts = kept.split([one.numel() for one, _ in pairs])
+    joined = torch.where(weight != average, moved, average)
+    parts = joined.split([one.numel() for one, _ in pairs])
     targets = [target for target, _ in pairs]
     _copy([(target, part.view(target.shape)) for target, part in zip(targets, parts, strict=True)])

@@ -264,16 +264,18 @@ class OptimizerState:
             if type(value) in PLAIN_TENSORS and value.shape == p.shape and key != "step":
                 value = torch.empty_like(p, dtype=value.dtype).copy_(value)
             elif key != "step" or self._is_step_on_device(p):
-                value = self._put(value)
+                value = self._move_to_device(value)
             if key:
                 state.setdefault(p, {})[key] = value
             else:
                 state[p] = value
         for key, value in saved.others:
-            state[self._decode(key, saved.arrays)] = self._put(self._decode(value, saved.arrays))
+            state[self._decode(key, saved.arrays)] = self._move_to_device(
+                self._decode(value, saved.arrays)
+            )
         return state
 
-    def _put(self, value: Any) -> Any:
+    def _move_to_device(self, value: Any) -> Any:
         """Returns a value with its tensors on the device of the module.
 
         PyTorch's `load_state_dict` moves all state there too, except steps.
