@@ -208,6 +208,25 @@ def test_state_is_where_it_was_after_a_resume(tmp_path, name, first):
         assert keeps.on_host.device.type == "cpu"
 
 
+def test_state_of_a_parameter_that_left_its_group_is_resumed(tmp_path):
+    class TakeOut(callbacks.Callback):
+        def on_step_end(self, context: Any) -> None:
+            if context.steps == 2:
+                context.trainer.optimizer.param_groups[0]["params"].pop()
+
+    def train(device: str, stop: int | None = None, **saving: Any) -> dict[str, np.ndarray]:
+        net = draw_net(random.Random(3)).to(device)
+        trainer = DistributedTrainer(net, torch.optim.AdamW(net.parameters()), shard_size=4)
+        trainer.fit(
+            make_batches(5), epochs=3, steps=stop, callbacks=[TakeOut()], verbose=False, **saving
+        )
+        return trainer.named_state()
+
+    expected = train("cpu")
+    train(pretend.NAME, 3, checkpoint_dir=tmp_path)
+    assert_same(train(pretend.NAME, checkpoint_dir=tmp_path), expected)
+
+
 def run_own_loop(comm: Any, number: int, device: str) -> dict[str, np.ndarray]:
     r = random.Random(number)
     net = DistributedDataParallel(draw_net(r).to(device), shard_size=4, comm=comm)

@@ -290,9 +290,10 @@ class OptimizerState:
 
     def _is_step_on_device(self, parameter: nn.Parameter) -> bool:
         """Returns whether the optimizer keeps the step of a parameter on the device."""
-        groups = self.optimizer.param_groups
-        group = next(g for g in groups if any(p is parameter for p in g["params"]))
-        return bool(group.get("capturable") or group.get("fused"))
+        for group in self.optimizer.param_groups:
+            if any(p is parameter for p in group["params"]):
+                return bool(group.get("capturable") or group.get("fused"))
+        return False  # a program has taken it out of its group, and left its state
 
     def order(self) -> list[str]:
         """Returns the names of the parameters that have state, in the order of the state."""
