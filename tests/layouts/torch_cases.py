@@ -16,7 +16,6 @@ import own_loops
 import torch
 import torch_draws as draws
 from cases import Anywhere, Outcome, Processes, Quiet, Ran, Result, attempted, judged
-from torch.utils._pytree import tree_map_only
 from torch_draws import ALONE, Layout, Training
 
 from odyssey import data
@@ -24,6 +23,7 @@ from odyssey.comm import Communicator
 from odyssey.data.nested import mapped
 from odyssey.nn import settings
 from odyssey.torch import DataLoader, DistributedDataParallel, DistributedTrainer
+from odyssey.torch.data import tree_of
 from odyssey.train.trainer import History
 
 warnings.filterwarnings(
@@ -93,7 +93,8 @@ def looped(
     for epoch in range(case.epochs):
         for batch in _of(loader, epoch, settings["seed"]):
             for x, y in net.shards(batch):
-                x, y = tree_map_only(torch.Tensor, lambda t: t.to(draws.DEVICE), (x, y))
+                trees = map(tree_of, (x, y))  # lists become tuples
+                x, y = (mapped(lambda t: t.to(draws.DEVICE), tree) for tree in trees)
                 with torch.autocast(
                     draws.DEVICE, torch.bfloat16, enabled=settings["precision"] == "bf16"
                 ):
