@@ -59,9 +59,9 @@ def odyssey_kernels() abi("C") -> LongPtr:
 
 
 @export
-def odyssey_scratch(table: LongPtr, record: LongPtr) abi("C") -> Int:
-    """Bytes of scratch memory that a record wants."""
-    return scratch_of(table, record, 1, 1)
+def odyssey_scratch(table: LongPtr, record: LongPtr, shards: Int) abi("C") -> Int:
+    """Bytes of scratch memory that a record wants; for so many shards, if it is joined."""
+    return scratch_of(table, record, shards, 1)
 
 
 @export

@@ -26,6 +26,15 @@ from kernels.linear_bf16 import (
     linear_forward_rows_bf16,
     weight_scratch,
 )
+from kernels.linear_runs import (
+    Sums,
+    biases_of_run,
+    is_gradient,
+    runs_scratch,
+    runs_scratch_bf16,
+    weights_of_run,
+    weights_of_run_bf16,
+)
 from kernels.linear_rows import linear_backward_input_rows, linear_backward_weight_rows, linear_forward_rows
 from kernels.lowp import HAS_AMX, HAS_BF16
 from kernels.op import Op, OpsPtr, call
@@ -46,7 +55,7 @@ def _linear_forward[relu: Bool](y: Ptr, x: Ptr, w: Ptr, b: Ptr, scratch: Ptr, G:
         return
     if in_pairs(r):
         comptime if HAS_BF16:
-            linear_forward_bf16[relu](y, x, w, b, scratch, G, I, O)
+            linear_forward_bf16[relu](y, x, w, b, scratch, G, I, O, r.shards(), r.apart())
         return
     if HAS_BF16 and r.dtype() == BF16:
         comptime if HAS_BF16:
@@ -57,7 +66,7 @@ def _linear_forward[relu: Bool](y: Ptr, x: Ptr, w: Ptr, b: Ptr, scratch: Ptr, G:
     if r.rows():
         linear_forward_rows[relu](y, xr[0], wr[0], b, G, I, O)
     else:
-        linear_forward[relu](y, xr[0], wr[0], b, G, I, O)
+        linear_forward[relu](y, xr[0], wr[0], b, G, I, O, r.shards(), r.apart())
 
 
 def _linear_forward_op(y: Ptr, x: Ptr, w: Ptr, b: Ptr, scratch: Ptr, G: Int, I: Int, O: Int, relu: Bool, r: Record):
@@ -67,7 +76,21 @@ def _linear_forward_op(y: Ptr, x: Ptr, w: Ptr, b: Ptr, scratch: Ptr, G: Int, I: 
         _linear_forward[False](y, x, w, b, scratch, G, I, O, r)
 
 
+def _weight_of_run(dy: Ptr, x: Ptr, scratch: Ptr, G: Int, I: Int, O: Int, r: Record):
+    var shards = r.shards()
+    if r.dtype() == FP32:
+        weights_of_run(Sums.of(r, 1), dy, x, scratch, shards, r.apart(), G, I, O)
+    else:
+        comptime if HAS_BF16:
+            weights_of_run_bf16(Sums.of(r, 1), dy, x, scratch, shards, r.apart(), G, I, O)
+    if is_gradient(r, 2):
+        biases_of_run(Sums.of(r, 2), dy, scratch, shards, r.apart(), G, O)
+
+
 def _linear_backward_weight(dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, scratch: Ptr, G: Int, I: Int, O: Int, r: Record):
+    if r.joined():
+        _weight_of_run(dy, x, scratch, G, I, O, r)
+        return
     if in_tiles(r) and not r.rows():
         comptime if HAS_AMX:
             var size = _linear(G, I, O)
@@ -112,14 +135,14 @@ def _linear_backward_input(dx: Ptr, dy: Ptr, w: Ptr, scratch: Ptr, G: Int, I: In
         return
     if in_pairs(r):
         comptime if HAS_BF16:
-            linear_backward_input_bf16(dx, dy, w, scratch, G, I, O)
+            linear_backward_input_bf16(dx, dy, w, scratch, G, I, O, r.shards(), r.apart())
         return
     var dyr = rounded_operand(r, dy, scratch, G * O * r.lanes())
     var wr = rounded_operand(r, w, dyr[1], O * I)
     if r.rows():
         linear_backward_input_rows(dx, dyr[0], wr[0], G, I, O)
     else:
-        linear_backward_input(dx, dyr[0], wr[0], wr[1], G, I, O)
+        linear_backward_input(dx, dyr[0], wr[0], wr[1], G, I, O, r.shards(), r.apart())
 
 
 def _linear_forward_scratch(r: Record, shards: Int, fold: Int) -> Int:
@@ -138,6 +161,9 @@ def _linear_weight_scratch(r: Record, shards: Int, fold: Int) -> Int:
     var I = r.int(7)
     var O = r.int(8)
     var n = r.int(6) * r.lanes()
+    if r.joined():
+        var floats = runs_scratch if r.dtype() == FP32 else runs_scratch_bf16
+        return 4 * floats(shards, r.int(6), I, O)
     if r.dtype() == FP32:
         return 0 if r.rows() else 4 * WEIGHT_SCRATCH
     if in_tiles(r) and not r.rows():
@@ -150,7 +176,7 @@ def _linear_weight_scratch(r: Record, shards: Int, fold: Int) -> Int:
 def _linear_input_scratch(r: Record, shards: Int, fold: Int) -> Int:
     var O = r.int(7)
     var n = r.int(5) * r.lanes()
-    var packed = 0 if r.rows() else 4 * columns_scratch(r.int(5), O)
+    var packed = 0 if r.rows() else 4 * columns_scratch(r.int(5) * (shards if r.joined() else 1), O)
     if r.dtype() == FP32:
         return packed
     if in_tiles(r) and not r.rows():
@@ -167,6 +193,14 @@ def _linear_bias(y: Ptr, x: Ptr, b: Ptr, G: Int, O: Int, relu: Bool):
         linear_bias[False](y, x, b, G, O)
 
 
+# Traits of the three products of a layer. They are joined in float32 and as pairs of bf16, not as AMX's tiles.
+comptime IN_PAIRS = HAS_BF16 and not HAS_AMX
+comptime PRODUCT: StaticString = "rounds joined:fp32+bf16" if IN_PAIRS else "rounds joined:fp32"
+comptime WEIGHTS: StaticString = (
+    "rounds sums begins:OI+O joined:fp32+bf16" if IN_PAIRS else "rounds sums begins:OI+O joined:fp32"
+)
+
+
 @export
 def odyssey_linear(all: OpsPtr) abi("C"):
     """Adds the ops of this family. relu: with its ReLU; a stride is from one row of w or dw to the next."""
@@ -176,21 +210,21 @@ def odyssey_linear(all: OpsPtr) abi("C"):
                 "linear_forward",
                 "y; x, w, b, ~scratch; G, I, O, relu",
                 call[_linear_forward_op],
-                "rounds",
+                PRODUCT,
                 _linear_forward_scratch,
             ),
             Op(
                 "linear_backward_weight",
                 "+dw, +db; dy, x, ~scratch; G, I, O",
                 call[_linear_backward_weight],
-                "rounds sums begins:OI+O",
+                WEIGHTS,
                 _linear_weight_scratch,
             ),
             Op(
                 "linear_backward_input",
                 "dx; dy, w, ~scratch; G, I, O",
                 call[_linear_backward_input],
-                "rounds",
+                PRODUCT,
                 _linear_input_scratch,
             ),
             Op("linear_forward_parts", "y; x, w; G, I, O, part, parts", call[linear_forward_parts], "lanes"),

@@ -36,6 +36,19 @@ def add_up[n: Int](y: Ptr, terms: Array[Ptr, TERMS], count: Int):
     in_tiles_and_ones[LANES](count, some)
 
 
+def add_neighbours(x: Ptr, apart: Int, terms: Int, count: Int):
+    """Adds `terms` buffers, `apart` floats from one to the next, along the tree of docs/determinism.md, into the first.
+
+    The others are changed too.
+    """
+    var step = 1
+    while step < terms:
+        for k in range(0, terms - step, 2 * step):
+            var to = x.unsafe_offset(k * apart)
+            add(to, to, x.unsafe_offset((k + step) * apart), count)
+        step *= 2
+
+
 def axpy(y: Ptr, x: Ptr, a: Float32, n: Int):
     """Computes y += a x."""
 

@@ -120,13 +120,15 @@ def _product[
     part: Int,
     parts: Int,
     stride: Int,
+    shards: Int = 1,
+    apart: Int = 0,
 ):
     """Sums over the inputs of `parts` parts from `part` on; x has those inputs only, w all.
 
     Outputs are rows of w, `stride` floats apart, or if `columns` columns, for which `packed` has room for PANEL of each
-    of those inputs.
+    of those inputs. A panel of w meets all shards of a run, whose x and y are `apart` floats apart.
     """
-    var packs = columns and G > GB
+    var packs = columns and G * shards > GB
     var start = cut(inputs, part)
     var held = cut(inputs, part + parts) - start
     var step = stride if columns else 1
@@ -140,7 +142,7 @@ def _product[
             _pack(packed.value(), wp.unsafe_offset(first), held, end - first, stride)
 
         @always_inline
-        def groups[gb: Int](g: Int) {imm}:
+        def groups[gb: Int](g: Int, shard: Int) {imm}:
             var n = first
             comptime for i in range(len(OUTPUTS)):
                 comptime nb = materialize[OUTPUTS]()[i]
@@ -154,7 +156,7 @@ def _product[
                             wn = packed.value().unsafe_offset(n - first)
                         var ahead = wn
                         var ahead_row = 0
-                        if g + gb >= G:  # the last groups
+                        if g + gb >= G and shard == shards - 1:  # the last groups
                             comptime if columns:
                                 # A line of each row that will be packed, as long as the next panel has lines.
                                 var line = (n - first) // nb * LANES
@@ -167,8 +169,8 @@ def _product[
                                     ahead = wp.unsafe_offset((n + PANEL) * stride)
                                     ahead_row = nb
                         _tile[nb, gb, relu](
-                            y.unsafe_offset((g * outputs + n) * LANES),
-                            x.unsafe_offset(g * held * LANES),
+                            y.unsafe_offset(shard * apart + (g * outputs + n) * LANES),
+                            x.unsafe_offset(shard * apart + g * held * LANES),
                             wn,
                             bias,
                             inputs,
@@ -183,7 +185,13 @@ def _product[
                         )
                         n += nb
 
-        in_tiles_and_ones[GB](G, groups)
+        for shard in range(shards):
+
+            @always_inline
+            def of_shard[gb: Int](g: Int) {imm}:
+                groups[gb](g, shard)
+
+            in_tiles_and_ones[GB](G, of_shard)
 
 
 @always_inline
@@ -202,29 +210,34 @@ def _pack(y: Ptr, w: Ptr, rows: Int, columns: Int, stride: Int):
 
 
 def columns_scratch(G: Int, O: Int) -> Int:
-    """Floats of scratch memory that linear_backward_input, and its forms for O outputs or columns, want."""
+    """Floats of scratch memory that linear_backward_input, and its forms for O outputs or columns, want.
+
+    G counts the groups of all shards.
+    """
     return PANEL * O if G > GB else 0
 
 
-def linear_forward[relu: Bool](y: Ptr, x: Ptr, w: Ptr, b: Ptr, G: Int, I: Int, O: Int):
-    """Computes y = W x + b, then max(y, 0) if `relu`.
+def linear_forward[relu: Bool](y: Ptr, x: Ptr, w: Ptr, b: Ptr, G: Int, I: Int, O: Int, shards: Int = 1, apart: Int = 0):
+    """Computes y = W x + b, then max(y, 0) if `relu`, of `shards` shards whose x and y are `apart` floats apart.
 
     The sum over I is added in parts, then the bias. Shapes: y (G, O, L), x (G, I, L), w (O, I), b (O).
     """
-    _product[relu, False](y, x, w, b, None, G, O, I, 0, PARTS, I)
+    _product[relu, False](y, x, w, b, None, G, O, I, 0, PARTS, I, shards, apart)
 
 
 def linear_backward_input(
     dx: Ptr,  # (G, I, L)
     dy: Ptr,  # (G, O, L)
     w: Ptr,  # (O, I)
-    packed: Ptr,  # scratch, columns_scratch(G, O) floats
+    packed: Ptr,  # scratch, columns_scratch(shards G, O) floats
     G: Int,
     I: Int,
     O: Int,
+    shards: Int = 1,
+    apart: Int = 0,  # floats from dx and dy of one shard to those of the next
 ):
     """Computes dx = W^T dy. The sum over O in parts."""
-    _product[False, True](dx, dy, w, None, packed, G, I, O, 0, PARTS, I)
+    _product[False, True](dx, dy, w, None, packed, G, I, O, 0, PARTS, I, shards, apart)
 
 
 # --- a node of the sums, for tensor parallelism ---------------------------------------
@@ -301,15 +314,8 @@ comptime WEIGHT_SCRATCH = BLOCK * LANES * IB * LANES
 
 
 @always_inline
-def _weight_tile[
-    ob: Int, ib: Int
-](dw: Ptr, dy: Ptr, xt: Ptr, G: Int, O: Int, valid: Int, row_stride: Int, begins: Bool):
-    """The dw of ob outputs and ib vectors of inputs, of which the last has `valid` inputs."""
-    # From beyond the second level it takes as long as the samples of a small shard: that of the tile below is fetched.
-    comptime for o in range(ob):
-        comptime for i in range(ib):
-            prefetch(dw.unsafe_offset((ob + o) * row_stride + i * LANES))
-    var acc = Array[Vec, ob * ib](fill=Vec(0))
+def weight_products[ob: Int, ib: Int](mut acc: Array[Vec, ob * ib], dy: Ptr, xt: Ptr, G: Int, O: Int):
+    """Adds to `acc` the products of ob outputs and ib vectors of inputs, over the samples of G groups."""
     for g in range(G):
         var d = dy.unsafe_offset(g * O * LANES)
         comptime for o in range(ob):  # dy of the tile after the next: a group's outputs lie one after another
@@ -323,6 +329,19 @@ def _weight_tile[
                 var s = splat(d, o * LANES + l)
                 comptime for i in range(ib):
                     acc[o * ib + i] = madd(v[i], s, acc[o * ib + i])
+
+
+@always_inline
+def _weight_tile[
+    ob: Int, ib: Int
+](dw: Ptr, dy: Ptr, xt: Ptr, G: Int, O: Int, valid: Int, row_stride: Int, begins: Bool):
+    """The dw of ob outputs and ib vectors of inputs, of which the last has `valid` inputs."""
+    # From beyond the second level it takes as long as the samples of a small shard: that of the tile below is fetched.
+    comptime for o in range(ob):
+        comptime for i in range(ib):
+            prefetch(dw.unsafe_offset((ob + o) * row_stride + i * LANES))
+    var acc = Array[Vec, ob * ib](fill=Vec(0))
+    weight_products[ob, ib](acc, dy, xt, G, O)
     comptime for o in range(ob):
         var row = dw.unsafe_offset(o * row_stride)
         comptime for i in range(ib):
@@ -332,10 +351,8 @@ def _weight_tile[
 
 
 @always_inline
-def _weight_panel[
-    ib: Int
-](dw: Ptr, dy: Ptr, x: Ptr, xt: Ptr, G: Int, I: Int, O: Int, inputs: Int, row_stride: Int, begins: Bool):
-    """All outputs of `inputs` inputs, which fill ib vectors, over G groups; x is transposed into xt (G * L, ib * L)."""
+def samples_first[ib: Int](xt: Ptr, x: Ptr, G: Int, I: Int, inputs: Int):
+    """Transposes `inputs` inputs of G groups, which fill ib vectors, from x (G, I, L) into xt (G * L, ib * L)."""
     for g in range(G):
         comptime for i in range(ib):
             var n = min(inputs - i * LANES, LANES)
@@ -347,6 +364,14 @@ def _weight_panel[
             transpose(a)
             comptime for l in range(LANES):
                 store(xt, ((g * LANES + l) * ib + i) * LANES, a[l])
+
+
+@always_inline
+def _weight_panel[
+    ib: Int
+](dw: Ptr, dy: Ptr, x: Ptr, xt: Ptr, G: Int, I: Int, O: Int, inputs: Int, row_stride: Int, begins: Bool):
+    """All outputs of `inputs` inputs, which fill ib vectors, over G groups."""
+    samples_first[ib](xt, x, G, I, inputs)
     var valid = inputs - (ib - 1) * LANES
 
     @always_inline

@@ -149,16 +149,19 @@ def linear_forward_bf16[
     x: Ptr,  # (G, I, L)
     w: Ptr,  # (O, I)
     b: Ptr,  # (O)
-    scratch: Ptr,  # pairs of x, and NB rows of w
+    scratch: Ptr,  # pairs of x, of each shard in its own; and NB rows of w
     G: Int,
     I: Int,
     O: Int,
+    shards: Int = 1,
+    apart: Int = 0,  # floats from x, y and scratch of one shard to those of the next
 ):
-    """Computes y = W x + b, then max(y, 0) if `relu`."""
+    """Computes y = W x + b, then max(y, 0) if `relu`. Packed weights meet all shards of a run."""
     var pairs = (I + 1) // 2
     var xp = scratch.unsafe_bitcast[BFloat16]()  # (G, pairs, L, 2)
     var wp = xp.unsafe_offset(G * pairs * 2 * LANES)  # (NB, pairs, 2)
-    pack_neighbours(xp, x, G, I, 1)
+    for s in range(shards):
+        pack_neighbours(xp.unsafe_offset(2 * s * apart), x.unsafe_offset(s * apart), G, I, 1)
     var blocks = (pairs + BLOCK - 1) // BLOCK
     for block in range(blocks):
         var p0 = pairs * block // blocks
@@ -171,10 +174,10 @@ def linear_forward_bf16[
                 )
 
             @always_inline
-            def panel[last: Bool](start: Optional[Ptr]) {imm}:
+            def panel[last: Bool](start: Optional[Ptr], s: Int) {imm}:
                 _panel[relu and last, False](
-                    y.unsafe_offset(o * LANES),
-                    xp.unsafe_offset(p0 * 2 * LANES),
+                    y.unsafe_offset(s * apart + o * LANES),
+                    xp.unsafe_offset(2 * s * apart + p0 * 2 * LANES),
                     wp,
                     start,
                     G,
@@ -191,10 +194,11 @@ def linear_forward_bf16[
             var start = Optional[Ptr]()
             if block == 0:
                 start = b.unsafe_offset(o)
-            if block == blocks - 1:
-                panel[True](start)
-            else:
-                panel[False](start)
+            for s in range(shards):
+                if block == blocks - 1:
+                    panel[True](start, s)
+                else:
+                    panel[False](start, s)
 
 
 def linear_forward_rows_bf16[
@@ -244,18 +248,21 @@ def linear_backward_input_bf16(
     dx: Ptr,  # (G, I, L)
     dy: Ptr,  # (G, O, L)
     w: Ptr,  # (O, I)
-    scratch: Ptr,  # pairs of dy, and COLUMNS columns of w
+    scratch: Ptr,  # pairs of dy, of each shard in its own; and COLUMNS columns of w
     G: Int,
     I: Int,
     O: Int,
+    shards: Int = 1,
+    apart: Int = 0,  # floats from dx, dy and scratch of one shard to those of the next
 ):
-    """Computes dx = W^T dy."""
+    """Computes dx = W^T dy. Packed weights meet all shards of a run."""
     var pairs = (O + 1) // 2
     var dyp = scratch.unsafe_bitcast[BFloat16]()  # (G, pairs, L, 2)
     var wp = dyp.unsafe_offset(G * pairs * 2 * LANES)  # (pairs, COLUMNS, 2)
     var zeros = Array[Float32, COLUMNS](fill=0)
     var zero = zeros.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin]()
-    pack_neighbours(dyp, dy, G, O, 1)
+    for s in range(shards):
+        pack_neighbours(dyp.unsafe_offset(2 * s * apart), dy.unsafe_offset(s * apart), G, O, 1)
     var blocks = (pairs + BLOCK - 1) // BLOCK
     for block in range(blocks):
         var p0 = pairs * block // blocks
@@ -269,21 +276,22 @@ def linear_backward_input_bf16(
             var start = Optional[Ptr]()
             if block == 0:
                 start = zero
-            _panel[False, True](
-                dx.unsafe_offset(i * LANES),
-                dyp.unsafe_offset(p0 * 2 * LANES),
-                wp,
-                start,
-                G,
-                n,
-                count,
-                1,
-                COLUMNS,
-                pairs,
-                I * LANES,
-                w.unsafe_offset(2 * p0 * I + i + COLUMNS),
-                I,
-            )
+            for s in range(shards):
+                _panel[False, True](
+                    dx.unsafe_offset(s * apart + i * LANES),
+                    dyp.unsafe_offset(2 * s * apart + p0 * 2 * LANES),
+                    wp,
+                    start,
+                    G,
+                    n,
+                    count,
+                    1,
+                    COLUMNS,
+                    pairs,
+                    I * LANES,
+                    w.unsafe_offset(2 * p0 * I + i + COLUMNS),
+                    I,
+                )
     _ = zeros^
 
 
@@ -314,16 +322,9 @@ def weight_scratch(G: Int, O: Int) -> Int:
     return GROUPS * HALF * IB * LANES + min(G, GROUPS) * HALF * O
 
 
-@no_inline
-def _weight_tile[ob: Int, ib: Int](dw: Ptr, dy: HalfPtr, xt: HalfPtr, G: Int, I: Int, O: Int, valid: Int, begins: Bool):
-    """The dw of ob outputs and ib vectors of inputs, of which the last has `valid` inputs.
-
-    That of the tile below is fetched: of a shard of 32 samples it takes longer than the products.
-    """
-    comptime for o in range(ob):
-        comptime for i in range(ib):
-            prefetch(dw.unsafe_offset((ob + o) * I + i * LANES))
-    var acc = Array[Vec, ob * ib](fill=Vec(0))
+@always_inline
+def weight_products_bf16[ob: Int, ib: Int](mut acc: Array[Vec, ob * ib], dy: HalfPtr, xt: HalfPtr, G: Int, O: Int):
+    """Adds to `acc` the products of ob outputs and ib vectors of inputs, over the pairs of samples of G groups."""
     for g in range(G):
         var d = dy.unsafe_offset(g * O * LANES)
         var x = xt.unsafe_offset(g * HALF * ib * 2 * LANES)
@@ -335,6 +336,36 @@ def _weight_tile[ob: Int, ib: Int](dw: Ptr, dy: HalfPtr, xt: HalfPtr, G: Int, I:
                 var s = splat_pair(d, o * HALF + l)
                 comptime for i in range(ib):
                     acc[o * ib + i] = dot2(acc[o * ib + i], v[i], s)
+
+
+@always_inline
+def pairs_first[ib: Int](xt: HalfPtr, x: Ptr, G: Int, I: Int, inputs: Int):
+    """Packs pairs of samples of `inputs` inputs of G groups, which fill ib vectors, from x (G, I, L).
+
+    Shape of xt: (G, HALF, ib L, 2).
+    """
+    for g in range(G):
+        for i in range(ib):
+            pack_samples(
+                xt.unsafe_offset((g * HALF * ib + i) * 2 * LANES),
+                x.unsafe_offset((g * I + i * LANES) * LANES),
+                LANES,
+                ib * LANES,
+                inputs - i * LANES,
+            )
+
+
+@no_inline
+def _weight_tile[ob: Int, ib: Int](dw: Ptr, dy: HalfPtr, xt: HalfPtr, G: Int, I: Int, O: Int, valid: Int, begins: Bool):
+    """The dw of ob outputs and ib vectors of inputs, of which the last has `valid` inputs.
+
+    That of the tile below is fetched: of a shard of 32 samples it takes longer than the products.
+    """
+    comptime for o in range(ob):
+        comptime for i in range(ib):
+            prefetch(dw.unsafe_offset((ob + o) * I + i * LANES))
+    var acc = Array[Vec, ob * ib](fill=Vec(0))
+    weight_products_bf16[ob, ib](acc, dy, xt, G, O)
     comptime for o in range(ob):
         comptime for i in range(ib):
             var at = o * I + i * LANES
@@ -365,15 +396,7 @@ def linear_backward_weight_bf16(
 
         @always_inline
         def panel[ib: Int](v: Int) {imm}:
-            for g in range(groups):
-                for i in range(ib):
-                    pack_samples(
-                        xt.unsafe_offset((g * HALF * ib + i) * 2 * LANES),
-                        x.unsafe_offset(((first + g) * I + (v + i) * LANES) * LANES),
-                        LANES,
-                        ib * LANES,
-                        I - (v + i) * LANES,
-                    )
+            pairs_first[ib](xt, x.unsafe_offset((first * I + v * LANES) * LANES), groups, I, I - v * LANES)
 
             @always_inline
             def tile[ob: Int](o: Int) {imm}:

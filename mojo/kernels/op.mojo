@@ -11,6 +11,9 @@ scratch memory, of as many bytes as the op's last function says. Traits are word
     sums      what it adds up is a sum over samples: shards may share the buffer that it adds to
     begins:   its sums can begin with it (record.mojo, BEGINS); then the numbers of each output that it adds to, as
               products of sizes of one letter: begins:OI+O
+    joined:   one call can compute all shards of a run (record.mojo, JOINED), of at most 16 groups of samples G; then
+              the dtypes for which it can: joined:fp32+bf16. Its kernel reads `Record.shards` and `apart`. Without this
+              trait an op computes one shard after the other
     features  every feature is computed by itself, so it runs on some of them as on all; the last size counts numbers
     heads     every head is computed by itself, so it runs on some of them: H heads of D features, `head` is the first
               one's number

@@ -2,7 +2,8 @@
 
 A record is RECORD int64 numbers: a header, the arguments and at the end one for timelines. The header has the op's code
 in its low 16 bits (its place in the table, mojo/runtime/ops.mojo), 1 << 16 if the activations are in rows instead of
-lanes (lanes.mojo), 1 << 17 if sums begin with it, and in the bits from 24 on how the operands of products are rounded.
+lanes (lanes.mojo), 1 << 17 if sums begin with it, 1 << 18 if one call computes the shards of a run. The bits above them,
+24 and up, have how the operands of products are rounded.
 An argument is a size, a float (its 32 bits) or an operand: a byte offset in the low 56 bits and a space in the high 8.
 A space is an entry of the table of base addresses that comes with a run, so one program serves every shard, thread and
 process:
@@ -24,6 +25,7 @@ comptime RECORD = 25  # numbers of a record; the last is the host's, for timelin
 comptime CODES = 1 << 16  # more than there are ops; the bits of a header from here on say more about the record
 comptime ROWS = 16  # the bit of the header that says: the activations are in rows, one sample per group
 comptime BEGINS = 17  # the bit of the header that says: sums that the record adds to begin with it
+comptime JOINED = 18  # the bit of the header that says: one call computes all shards of a run (`ShardRun`)
 comptime DTYPE = 24  # the lowest bit of the header that says how operands are rounded: FP32, TF32, BF16 or FP16
 comptime ABSOLUTE = 0  # the space of addresses
 comptime PARAMS = 1  # the space of parameters
@@ -33,12 +35,33 @@ comptime SPACES = 4  # how many spaces there are
 comptime STATS = 32  # floats behind a gradient buffer: sums of loss and metrics, then what ranks compare
 comptime OFFSET = (1 << 56) - 1  # the bits of an operand that are its offset, in bytes
 
+comptime EARLIER = 3
+"""How many sums of earlier shards a run's sum is added to, at most: with its own, buffers.TERMS."""
+
 # How the operands of a product are rounded before they are multiplied; sums are float32.
 # python/odyssey/core/precision.py has their names in this order.
 comptime FP32 = 0
 comptime TF32 = 1  # 10 bits of mantissa, on a GPU's tensor cores
 comptime BF16 = 2
 comptime FP16 = 3
+
+
+@fieldwise_init
+struct ShardRun(TrivialRegisterPassable):
+    """The shards that a joined record computes in one call, and where the sum of their gradients goes.
+
+    The shards are neighbours: a node of the tree of docs/determinism.md.
+    """
+
+    var shards: Int64  # how many
+    var apart: Int64  # floats from an operand of one shard, in its workspace, to that of the next
+    var sum: Int64  # address of the gradient buffer that the sum goes to
+    var before: Int64  # how many of `earlier` there are
+    var earlier: SIMD[DType.int64, 4]
+    """Addresses of gradient buffers (EARLIER at most) that the sum of the shards is added to, one after the other."""
+
+
+comptime ShardRunPtr = Pointer[ShardRun, MutUntrackedOrigin]  # a run that the caller keeps alive
 
 
 @fieldwise_init
@@ -61,6 +84,8 @@ struct Context(TrivialRegisterPassable):
     """Where each thread writes when its records ran (executor.mojo, `Times`); address 0: they are not timed."""
     var outputs: LongPtr
     """Addresses of the arrays that `keep` fills, of numbers of 32 bits (samples, F); address 0: nothing is kept."""
+    var shard_run: ShardRunPtr
+    """The shards that joined records compute together. The executor sets it; no other record reads it."""
 
 
 comptime ContextPtr = Pointer[Context, MutUntrackedOrigin]  # a context that the caller keeps alive
@@ -142,6 +167,21 @@ struct Record(Argument, Source):
     def begins(self) -> Bool:
         """True if what it adds to counts as zeros."""
         return Bool((self.at[] >> BEGINS) & 1)
+
+    @always_inline
+    def joined(self) -> Bool:
+        """True if one call computes all shards of a run."""
+        return Bool((self.at[] >> JOINED) & 1)
+
+    @always_inline
+    def shards(self) -> Int:
+        """How many shards one call computes. Operands are those of the first of them."""
+        return Int(self.context[].shard_run[].shards) if self.joined() else 1
+
+    @always_inline
+    def apart(self) -> Int:
+        """Floats from an operand of one shard to that of the next."""
+        return Int(self.context[].shard_run[].apart) if self.joined() else 0
 
     @always_inline
     def lanes(self) -> Int:

@@ -5,6 +5,9 @@ the sum of its two children, whoever computed them and in whatever order, so the
 thread begins with a run of shards of its own and then takes what is left of the others' runs, always the first that
 nobody has taken; who completes the second child of a node adds the two. A shard that a check stops does not keep the
 others from being computed, so which one is reported is as independent of the threads.
+
+A thread may take several shards at once, a node of the tree (docs/kernels.md, "Runs of shards"). Records that are joined
+are then run once for all of them, and write the sum of the shards' gradients; the others are run shard by shard.
 """
 
 from std.atomic import Atomic, Ordering
@@ -13,10 +16,21 @@ from std.memory import unsafe_memset_zero, unsafe_stack_allocation
 from std.sys import CompilationTarget, inlined_assembly, llvm_intrinsic, prefetch
 from std.time import perf_counter_ns
 
-from kernels.buffers import TERMS, add_up
+from kernels.buffers import TERMS, add_neighbours, add_up
 from kernels.lanes import LANES, LongPtr, Ptr
 from kernels.op import Kernel, kernel_of
-from kernels.record import Context, ContextPtr, GRADS, PARAMS, RECORD, Record, SPACES, WORK
+from kernels.record import (
+    Context,
+    ContextPtr,
+    GRADS,
+    JOINED,
+    PARAMS,
+    RECORD,
+    Record,
+    SPACES,
+    ShardRun,
+    WORK,
+)
 
 from .helpers import together
 
@@ -78,23 +92,25 @@ def run_program(table: LongPtr, program: LongPtr, records: Int, bases: LongPtr, 
         -1, or the record at which a check stopped the program.
     """
     var mode = FloatMode()
-    var stopped = _replay(table, program, records, bases, ctx)
+    var stopped = _replay(table, program, 0, records, bases, ctx)
     _ = mode^
     return stopped
 
 
 @always_inline
-def _replay(table: LongPtr, program: LongPtr, records: Int, bases: LongPtr, ctx: ContextPtr) -> Int:
+def _replay(table: LongPtr, program: LongPtr, start: Int, end: Int, bases: LongPtr, ctx: ContextPtr) -> Int:
     if Int(ctx[].times):
-        return _replayed[True](table, program, records, bases, ctx)
-    return _replayed[False](table, program, records, bases, ctx)
+        return _replayed[True](table, program, start, end, bases, ctx)
+    return _replayed[False](table, program, start, end, bases, ctx)
 
 
-def _replayed[timed: Bool](table: LongPtr, program: LongPtr, records: Int, bases: LongPtr, ctx: ContextPtr) -> Int:
+def _replayed[
+    timed: Bool
+](table: LongPtr, program: LongPtr, start: Int, end: Int, bases: LongPtr, ctx: ContextPtr) -> Int:
     ctx[].stopped = 0
     var stopped = Pointer(to=ctx[].stopped)
     var begun = Int(perf_counter_ns()) if timed else 0
-    for i in range(records):
+    for i in range(start, end):
         var r = Record(program.unsafe_offset(i * RECORD), bases, ctx)
         kernel_of[Kernel](table, r.code())(r)
         comptime if timed:
@@ -200,6 +216,15 @@ struct Step(TrivialRegisterPassable):
     var rows: LongPtr  # samples of the global batch, int64
     var tail: LongPtr  # records of the last shard, if it has fewer samples and a program for them
     var tail_records: Int64  # how many; 0: it runs that of the others
+    var tail_cleared: LongPtr  # as `cleared`, for that program
+    var tail_clears: Int64  # how many
+    # Runs of shards: a thread computes the shards of a leaf of the plan together. Gradients of records that are not
+    # joined are then in a buffer of each shard, which has these gradients only.
+    var together: Int64  # shards of a leaf, at most; 0: leaves are single shards, in whole buffers
+    var own: Int64  # address of the shards' own buffers: `together` for each thread
+    var own_floats: Int64  # floats of one
+    var pieces: LongPtr  # of these floats: begin and end in a whole buffer, begin in a shard's
+    var piece_count: Int64  # how many
     var context: Context  # first, valid and rows are set per shard
 
 
@@ -220,40 +245,42 @@ comptime STRIDE = 8  # numbers from one counter to the next: a cache line
 struct Tables(TrivialRegisterPassable):
     """Where things lie in the tables of a plan, int64 (parallel/plan.py, `Plan.tables`).
 
-    Nodes 0 to shards - 1 are the shards of this process, the others the sums. Buffers are those that the finished
-    nodes of this process end in, each for one shard, and those of the pool, for any other.
+    Nodes 0 to leaves - 1 are the leaves of this process, single shards or runs of them, the others the sums. Buffers
+    are those that the finished nodes of this process end in, each for one leaf, and those of the pool, for any other.
     """
 
-    var shards: Int
+    var leaves: Int
     var threads: Int
     var pooled: Int
     # As the plan says.
     var parent: LongPtr  # of a node, or NONE
     var left: LongPtr  # of a sum
     var right: LongPtr
-    var fixed: LongPtr  # of a shard: its buffer, or NONE if it takes one of the pool
-    var ends: LongPtr  # of the threads' runs
+    var fixed: LongPtr  # of a leaf: its buffer, or NONE if it takes one of the pool
+    var first: LongPtr  # of a leaf: its first shard
+    var shards: LongPtr  # of a leaf: how many
+    var begins: LongPtr  # of the threads' parts of the leaves
+    var ends: LongPtr
     var pool: LongPtr  # buffers
-    var begins: LongPtr
     # Of the step that is under way.
-    var next: LongPtr  # of each thread's run the first shard that is not taken, a cache line each
+    var next: LongPtr  # of each thread's part the first leaf that is not taken, a cache line each
     var stopped: LongPtr  # by thread: see _RECORDS; in the same line
     var complete: LongPtr  # children of a node
     var place: LongPtr  # buffer of a complete node
     var used: LongPtr  # of each buffer of the pool: 1 or 0
-    var first: Int
 
     def __init__(out self, tables: LongPtr):
-        self.first = Int(tables[])
-        self.shards = Int(tables[unsafe_offset=1])
-        var nodes = Int(tables[unsafe_offset=2])
-        self.threads = Int(tables[unsafe_offset=3])
-        self.pooled = Int(tables[unsafe_offset=4])
+        self.leaves = Int(tables[])
+        var nodes = Int(tables[unsafe_offset=1])
+        self.threads = Int(tables[unsafe_offset=2])
+        self.pooled = Int(tables[unsafe_offset=3])
         self.parent = tables.unsafe_offset(STRIDE)
         self.left = self.parent.unsafe_offset(nodes)
         self.right = self.left.unsafe_offset(nodes)
         self.fixed = self.right.unsafe_offset(nodes)
-        self.begins = self.fixed.unsafe_offset(self.shards)
+        self.first = self.fixed.unsafe_offset(self.leaves)
+        self.shards = self.first.unsafe_offset(self.leaves)
+        self.begins = self.shards.unsafe_offset(self.leaves)
         self.ends = self.begins.unsafe_offset(self.threads)
         self.pool = self.ends.unsafe_offset(self.threads)
         self.complete = self.pool.unsafe_offset(self.pooled)
@@ -309,55 +336,88 @@ def run_shared(s: Step, helpers: Int) -> Int:
 
 
 def _take_shards(step: Int, t: Int):
-    """Takes shards until none is left: those of the run of thread t, then those of the runs after it."""
+    """Takes leaves until none is left: those of the part of thread t, then those of the parts after it."""
     var mode = FloatMode()
     var s = StepPtr(unsafe_from_address=step)[]
     var tables = Tables(s.tables)
-    var left = tables.threads  # runs that may have a shard left
-    var run = t
+    var left = tables.threads  # parts that may have a leaf left
+    var part = t
     while left:
-        var next = tables.next.unsafe_offset(STRIDE * run)
-        var shard = Atomic.load[ordering=Ordering.ACQUIRE](next)
-        if shard >= tables.ends[unsafe_offset=run]:
+        var next = tables.next.unsafe_offset(STRIDE * part)
+        var leaf = Atomic.load[ordering=Ordering.ACQUIRE](next)
+        if leaf >= tables.ends[unsafe_offset=part]:
             left -= 1
-            run = (run + 1) % tables.threads
+            part = (part + 1) % tables.threads
             continue
-        # The buffer first: a shard that is taken must be computed, and it is others who give buffers back.
+        # The buffer first: a leaf that is taken must be computed, and it is others who give buffers back.
         var pooled = NONE
-        if s.zero and tables.fixed[unsafe_offset=Int(shard)] == NONE:
+        if s.zero and tables.fixed[unsafe_offset=Int(leaf)] == NONE:
             pooled = tables.take_buffer(t)
             if pooled == NONE:
                 _ = external_call["sched_yield", c_int]()
                 continue
-        var mine = shard
-        if not Atomic.compare_exchange(next, mine, shard + 1):
+        var mine = leaf
+        if not Atomic.compare_exchange(next, mine, leaf + 1):
             if pooled != NONE:
                 tables.give_back(pooled)
             continue
-        var b = tables.fixed[unsafe_offset=Int(shard)]
+        var b = tables.fixed[unsafe_offset=Int(leaf)]
         if pooled != NONE:
             b = tables.pool[unsafe_offset=pooled]
         elif not s.zero:
             b = 0
-        var buffer = _buffer(s, b)
-        if s.zero:
-            for i in range(Int(s.clears)):
-                var begin = Int(s.cleared[unsafe_offset=2 * i])
-                unsafe_memset_zero(buffer.unsafe_offset(begin), Int(s.cleared[unsafe_offset=2 * i + 1]) - begin)
-        var stopped = _run_shard(s, t, tables.first + Int(shard), buffer)
-        if stopped >= 0:
-            var all = tables.stopped.unsafe_offset(STRIDE * t)
-            all[] = min(all[], shard * _RECORDS + Int64(stopped))
-        if s.zero:
-            if Int(s.context.times):
-                var begun = Int(perf_counter_ns())
-                _add_up(s, tables, Int(shard), b, pooled)
-                var times = Times(Times(s.context.times).of(t))
-                var first = (tables.first + Int(shard)) * Int(s.shard_size)
-                times.note(first, Times.SUM, begun, Int(perf_counter_ns()))
-            else:
-                _add_up(s, tables, Int(shard), b, pooled)
+        var first = Int(tables.first[unsafe_offset=Int(leaf)])
+        var stopped: Int
+        # A place says which buffer, and where in the pool it is (above), so that it can be given back.
+        var place = b | Int64(pooled + 1) << 32
+        if s.together and not _has_tail_program(s, first):
+            stopped = _run_together(s, tables, t, Int(leaf), place)
+        else:
+            stopped = _run_alone(s, tables, t, Int(leaf), place)
+        var all = tables.stopped.unsafe_offset(STRIDE * t)
+        all[] = min(all[], Int64(stopped))
     _ = mode^
+
+
+@always_inline
+def _has_tail_program(s: Step, shard: Int) -> Bool:
+    """Whether a shard is the last one and has a program of its own, as it has fewer samples."""
+    return s.tail_records > 0 and s.samples < Int64(shard + 1) * s.shard_size
+
+
+def _run_alone(s: Step, tables: Tables, t: Int, leaf: Int, place: Int64) -> Int:
+    """Runs a leaf of one shard, whose gradients go to a buffer, and makes the sums that are complete then.
+
+    Returns:
+        What stopped it (see _RECORDS).
+    """
+    var shard = Int(tables.first[unsafe_offset=leaf])
+    var buffer = _buffer(s, place)
+    if s.zero:
+        var tail = _has_tail_program(s, shard)
+        _clear(buffer, s.tail_cleared if tail else s.cleared, Int(s.tail_clears if tail else s.clears))
+    var stopped = _run_shard(s, t, shard, buffer)
+    if s.zero:
+        var begun = Int(perf_counter_ns())
+        _add_up(s, tables, leaf, place)
+        _note_sum(s, t, shard, begun)
+    return _DONE if stopped < 0 else shard * _RECORDS + stopped
+
+
+@always_inline
+def _clear(buffer: Ptr, ranges: LongPtr, count: Int):
+    """Sets some ranges of a buffer to zero."""
+    for i in range(count):
+        var begin = Int(ranges[unsafe_offset=2 * i])
+        unsafe_memset_zero(buffer.unsafe_offset(begin), Int(ranges[unsafe_offset=2 * i + 1]) - begin)
+
+
+@always_inline
+def _note_sum(s: Step, t: Int, shard: Int, begun: Int):
+    """Notes an addition of gradients on a timeline, if there is one."""
+    if Int(s.context.times):
+        var times = Times(Times(s.context.times).of(t))
+        times.note(shard * Int(s.shard_size), Times.SUM, begun, Int(perf_counter_ns()))
 
 
 @always_inline
@@ -365,61 +425,200 @@ def _buffer(s: Step, place: Int64) -> Ptr:
     return Ptr(unsafe_from_address=Int(s.buffers) + Int(place & 0xFFFFFFFF) * Int(s.buffer_floats) * 4)
 
 
-def _add_up(s: Step, tables: Tables, shard: Int, b: Int64, pooled: Int):
-    """A shard is complete, in buffer b: makes all sums that are complete with it, so many at once that memory is
-    read and written as little as possible.
+@fieldwise_init
+struct Complete(TrivialRegisterPassable):
+    """A complete node with the complete nodes that it is added to, up the tree: together they are the node `node`.
+
+    At most TERMS at once, so that memory is read and written as little as possible.
     """
-    # A place says which buffer, and where in the pool it is (above), so that it can be given back.
-    var node = shard
-    var sum = b | Int64(pooled + 1) << 32
-    while True:
-        var places = Array[Int64, TERMS](fill=sum)
-        var terms = Array[Ptr, TERMS](fill=_buffer(s, sum))
-        var n = 1
-        var parent = Int(tables.parent[unsafe_offset=node])
-        while n < TERMS and parent != NONE and Atomic.load(tables.complete.unsafe_offset(parent)) != 0:
+
+    var node: Int
+    var sum: Int64  # the place that the sum goes to: that of the leftmost
+    var places: SIMD[DType.int64, TERMS]  # of the nodes; the first is that of the node that was complete last
+    var n: Int
+
+    @staticmethod
+    def above(tables: Tables, node: Int, place: Int64) -> Self:
+        """Takes all that are complete now."""
+        var all = Self(node, place, SIMD[DType.int64, TERMS](place), 1)
+        var parent = all.parent(tables)
+        while all.n < TERMS and parent != NONE and Atomic.load(tables.complete.unsafe_offset(parent)) != 0:
             var left = Int(tables.left[unsafe_offset=parent])
-            var other = Int(tables.right[unsafe_offset=parent]) if left == node else left
-            places[n] = tables.place[unsafe_offset=other]
-            terms[n] = _buffer(s, places[n])
+            var other = Int(tables.right[unsafe_offset=parent]) if left == all.node else left
+            all.places[all.n] = tables.place[unsafe_offset=other]
             if left == other:
-                sum = places[n]
-            n += 1
-            node = parent
-            parent = Int(tables.parent[unsafe_offset=node])
-        comptime for k in range(2, TERMS + 1):
-            if n == k:
-                add_up[k](_buffer(s, sum), terms, Int(s.buffer_floats))
-        for i in range(n):
-            if places[i] != sum:
-                tables.give_back(Int(places[i] >> 32) - 1)  # of the pool, as it is no left child
-        tables.place[unsafe_offset=node] = sum
+                all.sum = all.places[all.n]
+            all.n += 1
+            all.node = parent
+            parent = all.parent(tables)
+        return all
+
+    @always_inline
+    def parent(self, tables: Tables) -> Int:
+        return Int(tables.parent[unsafe_offset=self.node])
+
+    def terms(self, s: Step, begin: Int) -> Array[Ptr, TERMS]:
+        """The buffers of the nodes, from a float on."""
+        var terms = Array[Ptr, TERMS](fill=_buffer(s, self.sum))
+        for i in range(self.n):
+            terms[i] = _buffer(s, self.places[i]).unsafe_offset(begin)
+        return terms^
+
+    def finish(self, tables: Tables) -> Bool:
+        """The sum is in its place. False if somebody else goes on, or if nothing is left to be added."""
+        for i in range(self.n):
+            if self.places[i] != self.sum:
+                tables.give_back(Int(self.places[i] >> 32) - 1)  # of the pool, as it is no left child
+        tables.place[unsafe_offset=self.node] = self.sum
+        var parent = self.parent(tables)
         if parent == NONE:
+            return False
+        # Whoever completes the other child goes on.
+        return self.n == TERMS or Atomic.fetch_add(tables.complete.unsafe_offset(parent), 1) != 0
+
+
+def _add_up(s: Step, tables: Tables, node: Int, place: Int64):
+    """A node is complete, in a place: makes all sums that are complete with it."""
+    var all = Complete.above(tables, node, place)
+    while True:
+        comptime for k in range(2, TERMS + 1):
+            if all.n == k:
+                add_up[k](_buffer(s, all.sum), all.terms(s, 0), Int(s.buffer_floats))
+        if not all.finish(tables):
             return
-        if n < TERMS and Atomic.fetch_add(tables.complete.unsafe_offset(parent), 1) == 0:
-            return  # whoever completes the other child goes on
+        all = Complete.above(tables, all.node, all.sum)
 
 
-def _run_shard(s: Step, t: Int, shard: Int, grads: Ptr) -> Int:
-    var bases = Array[Int64, SPACES](fill=0)
-    bases[PARAMS] = s.params
-    bases[GRADS] = Int64(Int(grads))
-    var slot = Int64(t)
-    if s.slots:
-        slot = (Int64(shard) - s.base) % s.slots
-    bases[WORK] = s.work + slot * s.work_bytes
-    # Kernels write to it (`stopped`): memory that the compiler does not take for this function's alone.
-    var ctx = unsafe_stack_allocation[1, Context]()
+# --- runs of shards ------------------------------------------------------------------
+
+comptime MOST = 16  # shards of a run (engine/shard_runs.py: at least one group of samples each)
+
+
+def _run_together(s: Step, tables: Tables, t: Int, leaf: Int, place: Int64) -> Int:
+    """Runs the shards of a leaf, and makes the sums that are complete then.
+
+    Joined records add their gradients to the sums that are complete before, and write them where the sum belongs. What
+    the others have added to the shards' own buffers is added up afterwards: few gradients.
+
+    Returns:
+        What stopped the first of its shards that was stopped (see _RECORDS).
+    """
+    var first = Int(tables.first[unsafe_offset=leaf])
+    var shards = Int(tables.shards[unsafe_offset=leaf])
+    var all = Complete.above(tables, leaf, place)
+    var earlier = SIMD[DType.int64, 4](0)
+    for i in range(1, all.n):
+        earlier[i - 1] = Int64(Int(_buffer(s, all.places[i])))
+    var run = unsafe_stack_allocation[1, ShardRun]()
+    run.unsafe_write(
+        ShardRun(Int64(shards), s.work_bytes // 4, Int64(Int(_buffer(s, all.sum))), Int64(all.n - 1), earlier)
+    )
+    var own = Ptr(unsafe_from_address=Int(s.own) + t * Int(s.together * s.own_floats) * 4)
+    var contexts = unsafe_stack_allocation[MOST, Context]()
+    var bases = Array[Int64, MOST * SPACES](fill=0)
+    for k in range(shards):
+        var buffer = own.unsafe_offset(k * Int(s.own_floats))
+        _clear(buffer, s.cleared, Int(s.clears))
+        bases[k * SPACES + PARAMS] = s.params
+        bases[k * SPACES + GRADS] = Int64(Int(buffer))
+        bases[k * SPACES + WORK] = s.work + (Int64(t) * s.together + Int64(k)) * s.work_bytes
+        _set_context(s, t, first + k, contexts.unsafe_offset(k))
+        contexts[unsafe_offset=k].shard_run = run.unsafe_origin_cast[MutUntrackedOrigin]()
+    var stopped = _run_records(
+        s,
+        shards,
+        bases.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin](),
+        contexts.unsafe_origin_cast[MutUntrackedOrigin](),
+    )
+    _ = bases^
+    var begun = Int(perf_counter_ns())
+    add_neighbours(own, Int(s.own_floats), shards, Int(s.own_floats))
+    for i in range(Int(s.piece_count)):
+        var piece = s.pieces.unsafe_offset(3 * i)
+        var begin = Int(piece[])
+        var count = Int(piece[unsafe_offset=1]) - begin
+        var terms = all.terms(s, begin)
+        terms[0] = own.unsafe_offset(Int(piece[unsafe_offset=2]))
+        comptime for k in range(1, TERMS + 1):
+            if all.n == k:
+                add_up[k](_buffer(s, all.sum).unsafe_offset(begin), terms, count)
+    if all.finish(tables):
+        _add_up(s, tables, all.node, all.sum)
+    _note_sum(s, t, first, begun)
+    return _DONE if stopped == _DONE else first * _RECORDS + stopped
+
+
+def _run_records(s: Step, shards: Int, bases: LongPtr, contexts: ContextPtr) -> Int:
+    """Runs the program for all shards: joined records once, those between them shard by shard.
+
+    A shard that a check stops runs no further records. Joined records then compute with what it has left.
+
+    Returns:
+        The first shard that was stopped * _RECORDS + the record, or _DONE.
+    """
+    var records = Int(s.records)
+    var stopped = Array[Int, MOST](fill=-1)
+    var running = shards
+    var i = 0
+    while i < records and running > 0:
+        var end = i
+        while end < records and not (s.program[unsafe_offset=end * RECORD] >> JOINED) & 1:
+            end += 1
+        for k in range(shards):
+            if i < end and stopped[k] < 0:
+                stopped[k] = _replay(
+                    s.table, s.program, i, end, bases.unsafe_offset(k * SPACES), contexts.unsafe_offset(k)
+                )
+                running -= Int(stopped[k] >= 0)
+        if end < records and running > 0:
+            _run_joined(s, shards, end, bases, contexts)
+        i = end + 1
+    for k in range(shards):
+        if stopped[k] >= 0:
+            return k * _RECORDS + stopped[k]
+    return _DONE
+
+
+def _run_joined(s: Step, shards: Int, i: Int, bases: LongPtr, contexts: ContextPtr):
+    """Runs record i once for all shards. On a timeline each shard has an equal part of the time."""
+    var begun = Int(perf_counter_ns())
+    var r = Record(s.program.unsafe_offset(i * RECORD), bases, contexts)
+    kernel_of[Kernel](s.table, r.code())(r)
+    if Int(s.context.times):
+        var spent = Int(perf_counter_ns()) - begun
+        for k in range(shards):
+            ref ctx = contexts[unsafe_offset=k]
+            var start = begun + spent * k // shards
+            Times(ctx.times).note(Int(ctx.first), i, start, begun + spent * (k + 1) // shards)
+
+
+@always_inline
+def _set_context(s: Step, t: Int, shard: Int, ctx: ContextPtr):
+    """The context of a shard that thread t runs."""
     ctx.unsafe_write(s.context)
     if Int(s.context.times):
         ctx[].times = Times(s.context.times).of(t)
     ctx[].first = Int64(shard) * s.shard_size
     ctx[].valid = min(s.shard_size, s.samples - ctx[].first)
     ctx[].rows = s.rows.unsafe_offset(Int(ctx[].first))
-    var last = s.tail_records > 0 and ctx[].valid < s.shard_size
+
+
+def _run_shard(s: Step, t: Int, shard: Int, grads: Ptr) -> Int:
+    var bases = Array[Int64, SPACES](fill=0)
+    bases[PARAMS] = s.params
+    bases[GRADS] = Int64(Int(grads))
+    var slot = Int64(t) * max(s.together, 1)
+    if s.slots:
+        slot = (Int64(shard) - s.base) % s.slots
+    bases[WORK] = s.work + slot * s.work_bytes
+    # Kernels write to it (`stopped`): memory that the compiler does not take for this function's alone.
+    var ctx = unsafe_stack_allocation[1, Context]()
+    _set_context(s, t, shard, ctx.unsafe_origin_cast[MutUntrackedOrigin]())
+    var last = _has_tail_program(s, shard)
     var stopped = _replay(
         s.table,
         s.tail if last else s.program,
+        0,
         Int(s.tail_records if last else s.records),
         bases.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin](),
         ctx.unsafe_origin_cast[MutUntrackedOrigin](),

@@ -25,6 +25,7 @@ from odyssey import data, nn
 from odyssey.callbacks import Callback
 from odyssey.comm import Communicator, mock
 from odyssey.core import offload
+from odyssey.engine import shard_runs
 from odyssey.errors import CollectiveError, ConfigError, NumericsError, OdysseyError, ShapeError
 from odyssey.parallel.balance import Balance
 from odyssey.parallel.reduction import PhaseCommunicators
@@ -82,6 +83,8 @@ def trained(
 ) -> Result:
     """What a rank holds after the training, which fails at batch `last`, if it is given."""
     nn.manual_seed(case.settings["seed"])
+    # Ranks that are threads train at the same time, on the same layout.
+    shard_runs.forced_length = layout.run_length
     quiet = Quiet()
     model = case.network.build()
     given = [callback for change in case.changes for callback in change.make(model)]

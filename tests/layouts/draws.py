@@ -382,6 +382,7 @@ class Layout:
     ranks: int
     settings: dict[str, Any]
     readers: int = 0  # num_workers of the loaders
+    run_length: int = 0  # shards that threads compute together (shard_runs.forced_length)
 
     @property
     def splits(self) -> bool:
@@ -394,7 +395,8 @@ class Layout:
     def __str__(self) -> str:
         words = (str(v) if k == "mesh" else f"{k}={v}" for k, v in self.settings.items())
         reading = f", num_workers={self.readers}" * (self.readers > 0)
-        return f"{self.ranks} rank{'s' * (self.ranks != 1)}: {', '.join(words)}{reading}"
+        runs = f", runs of {self.run_length}" * (self.run_length > 0)
+        return f"{self.ranks} rank{'s' * (self.ranks != 1)}: {', '.join(words)}{reading}{runs}"
 
 
 ALONE = Layout(1, {"threads": 1})
@@ -519,7 +521,8 @@ def layout(seed: int, index: int, of: Training, number: int = 0, all_data: bool 
         if Random(seed, index, f"offload {number}").chance(0.3):
             made.settings["offload"] = tempfile.gettempdir()
     readers = Random(seed, index, f"readers {number}").one([0, 1, 2], [6, 1, 1]) if all_data else 0
-    return dataclasses.replace(made, readers=readers)
+    run_length = Random(seed, index, f"runs {number}").one([0, 1, 2, 3, 5, 8, 16])
+    return dataclasses.replace(made, readers=readers, run_length=run_length)
 
 
 @dataclasses.dataclass(frozen=True)

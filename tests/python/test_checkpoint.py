@@ -125,7 +125,7 @@ def sums(model, train=True, execution="replay", samples=40, threads=1):
     )
     engine.run(data.Batch(dataset, np.arange(samples), 0, 0), 5)
     (runner,) = engine.runners
-    return runner.result.tobytes(), runner.work_bytes // threads, engine
+    return runner.result.tobytes(), runner.step.work_bytes, engine
 
 
 # --- the same bits ---

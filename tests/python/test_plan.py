@@ -33,8 +33,8 @@ def run(plan: planning.Plan) -> tuple[dict, list[int]]:
     computed = []
     for action in itertools.chain(*plan.threads, plan.final):
         if action.kind == "run":
-            buffers[action.b] = action.a
-            computed.append(action.a)
+            buffers[action.b] = tree(action.a, action.n)
+            computed += range(action.a, action.a + action.n)
         else:
             buffers[action.a] = (buffers[action.a], buffers.pop(action.b))
     return buffers, computed
@@ -83,13 +83,13 @@ def test_threads_share_no_buffer_and_there_are_no_more_than_asked_for(shards):
 
 
 def taken_by_whoever_is_free(plan: planning.Plan, rng: random.Random) -> dict:
-    """What is in the buffers after threads of any speed have taken the shards as the executor
+    """What is in the buffers after threads of any speed have taken the leaves as the executor
     does, by its tables.
     """
-    lo, shards, nodes, threads, pooled = (int(n) for n in plan.tables()[:5])
+    count, nodes, threads, pooled = (int(n) for n in plan.tables()[:4])
     rest = iter(plan.tables()[planning.LINE :])
     parent, left, right = ([next(rest) for _ in range(nodes)] for _ in range(3))
-    fixed = [next(rest) for _ in range(shards)]
+    fixed, first, shards = ([next(rest) for _ in range(count)] for _ in range(3))
     begins, ends = ([next(rest) for _ in range(threads)] for _ in range(2))
     pool, place, complete = {next(rest) for _ in range(pooled)}, {}, dict.fromkeys(range(nodes), 0)
     free, buffers, under_way = set(pool), {}, []
@@ -100,13 +100,13 @@ def taken_by_whoever_is_free(plan: planning.Plan, rng: random.Random) -> dict:
         assert able or under_way, "all wait for a buffer"
         if able and (not under_way or rng.random() < 0.5):
             t = rng.choice(able)
-            shard, begins[t] = begins[t], begins[t] + 1
-            b = fixed[shard] if fixed[shard] >= 0 else free.pop()
+            leaf, begins[t] = begins[t], begins[t] + 1
+            b = fixed[leaf] if fixed[leaf] >= 0 else free.pop()
             assert b not in place.values()
-            under_way.append((shard, b))
+            under_way.append((leaf, b))
             continue
         node, b = under_way.pop(rng.randrange(len(under_way)))
-        place[node], buffers[b] = b, lo + node
+        place[node], buffers[b] = b, tree(first[node], shards[node])
         while parent[node] >= 0:
             node = parent[node]
             complete[node] += 1
@@ -128,6 +128,35 @@ def test_shards_taken_by_whoever_is_free_give_the_same_tree(shards):
             for _ in range(3):
                 buffers = taken_by_whoever_is_free(plan, rng)
                 assert {b: tree(lo, n) for (lo, n), b in plan.partial} == buffers
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 8, 16])
+def test_runs_of_shards_give_the_same_tree(length):
+    rng = random.Random(length)
+    for shards, ranks, workers, threads in itertools.product(
+        (1, 2, 5, 7, 8, 13, 23, 40), (1, 2, 3), (1, 2), (1, 2, 3)
+    ):
+        one_by_one = planning.make(shards, 0, ranks, workers, threads)
+        for lone in (None, shards - 1):
+            plan = planning.make(shards, 0, ranks, workers, threads, length=length, lone=lone)
+            assert [node for node, _ in plan.partial] == [node for node, _ in one_by_one.partial]
+            assert [x for a, n in plan.leaves for x in range(a, a + n)] == list(range(*plan.run))
+            assert all(n <= length for _, n in plan.leaves)
+            assert all(
+                n == 1 for a, n in plan.leaves if lone is not None and lone in (a, a + n - 1)
+            )
+            buffers, computed = run(plan)
+            assert sorted(computed) == list(range(*plan.run))
+            for found in (buffers, taken_by_whoever_is_free(plan, rng)):
+                for (lo, n), buffer in plan.partial:
+                    assert found[buffer] == tree(lo, n)
+
+
+def test_long_runs_need_few_buffers():
+    needed = [planning.make(8, 0, 1, 1, 1, length=n).buffers for n in (1, 2, 4, 8)]
+    assert needed == [4, 3, 2, 1]
+    plan = planning.make(8, 0, 1, 1, 1, length=8, lone=7)
+    assert plan.leaves == ((0, 4), (4, 2), (6, 1), (7, 1))
 
 
 @pytest.mark.parametrize("shards", [1, 8, 13, 40, 512])
@@ -217,5 +246,11 @@ def test_a_plan_can_be_read():
         "b1 = shard 1",
         "b0 += b1",
         "b1 = shard 2",
+        "b0 += b1",
+    ]
+    plan = planning.make(7, 0, 1, 1, 1, length=4)
+    assert [str(a) for a in plan.threads[0]] == [
+        "b0 = shards 0 to 3",
+        "b1 = shards 4 to 6",
         "b0 += b1",
     ]

@@ -53,7 +53,7 @@ class Context(ctypes.Structure):
         ("seed", ctypes.c_uint64),
         *numbers("step first valid images bytes arrays rows scale shift"),
         ("loss_scale", ctypes.c_double),
-        *numbers("stopped times outputs"),
+        *numbers("stopped times outputs shard_run"),
     ]
     # what a run with it is called on a timeline, where its records are not told apart
     what: str | None = None
@@ -68,6 +68,7 @@ class Step(ctypes.Structure):
             "clears"
         ),
         *numbers("buffers buffer_floats shard_size samples rows tail tail_records"),
+        *numbers("tail_cleared tail_clears together own own_floats pieces piece_count"),
         ("context", Context),
     ]
 
@@ -84,8 +85,16 @@ class Step(ctypes.Structure):
         self.program = tables[0].ctypes.data
         self.records = len(tables[0])
         if len(tables) > 1:
-            self.tail = tables[1].ctypes.data
-            self.tail_records = len(tables[1])
+            self.take_tail(tables[1], cleared)
+
+    def take_tail(self, table: np.ndarray, cleared: Sequence[tuple[int, int]]) -> None:
+        """Sets the records of a last shard of fewer samples, and what is set to zero before."""
+        runs = np.array(cleared, np.int64).reshape(-1, 2)
+        self.kept_alive += [table, runs]
+        self.tail_cleared = runs.ctypes.data
+        self.tail_clears = len(runs)
+        self.tail = table.ctypes.data
+        self.tail_records = len(table)
 
 
 class Team(ctypes.Structure):
@@ -104,6 +113,7 @@ class Job(ctypes.Structure):
 # order of their numbers.
 ROWS = 16
 BEGINS = 17
+JOINED = 18
 DTYPE = 24
 OPS = 1024  # places for ops, those that programs bring included
 
@@ -244,7 +254,7 @@ class Library(OpTable):
         self.timeline: Any = None  # that is open (timeline.py)
         # a code that is no op's ends a program
         self._kernels[len(self.codes) :] = self._kernels[self.codes["unknown"]]
-        self._scratch = declared(lib, "odyssey_scratch", [pointer, pointer])
+        self._scratch = declared(lib, "odyssey_scratch", [pointer, pointer, number])
         self._run = declared(
             lib, "odyssey_run", [pointer, pointer, number, pointer, ctypes.POINTER(Context)]
         )
@@ -270,15 +280,23 @@ class Library(OpTable):
         self._bases_address = self._bases.ctypes.data
 
     def scratch(
-        self, op: Op, sizes: Iterable[int], layout: str = "lanes", dtype: str = "fp32"
+        self,
+        op: Op,
+        sizes: Iterable[int],
+        layout: str = "lanes",
+        dtype: str = "fp32",
+        joined_shards: int = 0,
     ) -> int:
-        """Bytes of scratch memory that a record of these sizes wants."""
+        """Bytes of scratch memory that a record of these sizes wants.
+
+        joined_shards: how many shards it computes in one call; 0: it is not joined.
+        """
         record = np.zeros(self.record, np.int64)
         start = 1 + len(op.outputs) + len(op.inputs)
         for i, size in enumerate(sizes, start):
             record[i] = size
-        record[0] = header(op.code, layout, dtype)
-        return self._scratch(self.table, record.ctypes.data)
+        record[0] = header(op.code, layout, dtype) | (joined_shards > 0) << JOINED
+        return self._scratch(self.table, record.ctypes.data, max(joined_shards, 1))
 
     def run(self, program: int, records: int, context: Context, bases: int | None = None) -> int:
         """Runs records at address `program`.

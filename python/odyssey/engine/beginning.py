@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,7 @@ def begin(
     Returns:
         The runs (start, end) of a gradient buffer with which no record begins.
     """
-    first, *other_beginnings = (_find_beginnings(records, arena) for records in programs)
+    first, *other_beginnings = (find_beginnings(records, arena) for records in programs)
     begun_runs = []  # (start in the buffer, floats)
     for i, runs in first.items():
         if all(beginnings.get(i) == runs for beginnings in other_beginnings):
@@ -56,7 +57,7 @@ def begin(
     return [(start, end) for start, end in cleared_runs if start < end]
 
 
-def _find_beginnings(records: list[Record], arena: Arena) -> dict[int, Runs]:
+def find_beginnings(records: list[Record], arena: Arena) -> dict[int, Runs]:
     """Returns the records that sums can begin with, and the gradients that they write.
 
     The gradients are runs (offset in the arena, floats) by number of the record. They are of whole
@@ -75,12 +76,8 @@ def _find_beginnings(records: list[Record], arena: Arena) -> dict[int, Runs]:
             for offset in offsets
             if offset < arena.size
         }
-        # For example "begins:OI+O": the first output has O * I floats, and the second one O.
-        traits = (trait.split(":") for trait in record.declared.traits)
-        size_names = next((words[1] for words in traits if words[0] == "begins"), "")
-        if size_names:
-            counts = [math.prod(map(record.named.get, names)) for names in size_names.split("+")]
-            outputs = list(zip(record.args, counts, strict=False))
+        outputs = begun_outputs(record)
+        if outputs:
             # An output that nobody reads, such as the gradient of a missing bias, has memory that
             # no other record uses.
             unread = [a for a, _ in outputs if isinstance(a, Slot) and a.first == a.last]
@@ -94,3 +91,17 @@ def _find_beginnings(records: list[Record], arena: Arena) -> dict[int, Runs]:
                 runs_by_record[i] = runs
         touched |= parameters
     return runs_by_record
+
+
+def begun_outputs(record: Record) -> list[tuple[Any, int]]:
+    """Returns the outputs that sums can begin with, and the floats of each; empty without the
+    trait `begins`.
+
+    For example "begins:OI+O": the first output has O * I floats, and the second one O.
+    """
+    traits = (trait.split(":") for trait in record.declared.traits if ":" in trait)
+    size_names = next((names for trait, names in traits if trait == "begins"), "")
+    if not size_names:
+        return []
+    counts = [math.prod(map(record.named.get, names)) for names in size_names.split("+")]
+    return list(zip(record.args, counts, strict=False))

@@ -17,6 +17,7 @@ from ..core.program import OwnMemory, ShardEager, plan_memory, serialize
 from ..optim import Update
 from ..parallel import plan as planning
 from ..parallel.failures import StepOutcome
+from . import shard_runs
 from .beginning import begin
 from .recompute import recompute
 from .runner import INDEX_BYTES, Runner, RunnerInputs
@@ -37,14 +38,13 @@ class DirectRunner(Runner):
         comm = self.groups.dp
         self.floats = (arena.size if self.train else 0) + statistics
         self.stats_at = self.floats - statistics
-        self.plan = planning.make(
-            self.shards,
-            comm.rank,
-            comm.size,
-            layout.workers,
-            layout.threads,
-            layout.counts(self.shards),
-        )
+        # Empty if shards are computed op by op.
+        self._records = [recompute(program.records) for program in self.programs]
+        # Of the workspace that each program needs for a shard.
+        self._work_bytes = [plan_memory(records) for records in self._records]
+        # The buffers of the reduction depend on it, so all programs for a batch size use the same.
+        self.run_length = self._get_or_make("length of runs", self._choose_run_length)
+        self.plan = self._make_plan(self.run_length)
         content = self.content(whole_arena=True)
         self._reducer = self._get_or_make(
             "sums", lambda: self._reduction(self.floats, content=content)
@@ -73,25 +73,86 @@ class DirectRunner(Runner):
         self.updates = self._make_updates() if self.train else []
         self.grad_bytes = 4 * self._reducer.floats_needed
 
-    def _set_programs(self) -> None:
-        """Serializes the recorded programs into the native step and allocates its workspace.
+    def _choose_run_length(self) -> int:
+        """Returns how many shards a thread computes together, see `shard_runs.length`."""
+        if not self.train or self.layout.execution != "replay":
+            return 0
+        return shard_runs.length(
+            self._records[0], self.floats, self._work_bytes[0], self._make_plan
+        )
 
-        Each thread has one part of the workspace, which is as large as the larger program needs.
+    def _make_plan(self, run_length: int) -> planning.Plan:
+        """Returns this rank's plan; a last shard with fewer samples always runs alone."""
+        layout = self.layout
+        comm = self.groups.dp
+        return planning.make(
+            self.shards,
+            comm.rank,
+            comm.size,
+            layout.workers,
+            layout.threads,
+            layout.counts(self.shards),
+            length=max(run_length, 1),
+            lone=self.shards - 1 if self.samples % self.shard_size else None,
+        )
+
+    def _set_programs(self) -> None:
+        """Serializes the recorded programs into the native step and allocates its workspaces.
+
+        Each thread has one workspace, or one for each shard of a run. They are as large as the
+        larger program needs.
         """
-        programs = [recompute(program.records) for program in self.programs]
-        work_bytes = max(plan_memory(records) for records in programs)
-        threads = len(self.plan.threads)
-        work = self.storage("work", threads * work_bytes).reshape(threads, work_bytes)
+        step = self.step
+        programs = self._records
+        if self.run_length:
+            self._set_runs()
+            programs = programs[1:]  # a last shard with fewer samples may have a program of its own
         tables = [
             serialize(records, self.arena, self._kept_alive, self._locate_floats)
             for records in programs
         ]
-        cleared = begin(programs, tables, self.arena, self._locate_floats, self.floats)
-        self.step.take(tables, cleared)
-        self.step.work = work.ctypes.data
-        self.step.work_bytes = work_bytes
+        if programs:
+            cleared = begin(programs, tables, self.arena, self._locate_floats, self.floats)
+            if self.run_length:
+                step.take_tail(tables[0], cleared)
+            else:
+                step.take(tables, cleared)
+        work_bytes = max(self._work_bytes)
+        workspaces = len(self.plan.threads) * max(self.run_length, 1)
+        work = self.storage("work", workspaces * work_bytes)
+        step.work = work.ctypes.data
+        step.work_bytes = work_bytes
         self.work_bytes = work.nbytes
         self._kept_alive.append(work)
+
+    def _set_runs(self) -> None:
+        """Serializes the program of full shards for runs of shards, and allocates the buffers for
+        the gradients that its joined records don't write.
+        """
+        step = self.step
+        arena = self.arena
+        records, joined = shard_runs.join(self._records[0], arena, self.floats, self.run_length)
+        self._work_bytes[0] = plan_memory(records)
+        self.plan_lines = [shard_runs.describe(self.run_length, joined)]
+        table = serialize(records, arena, self._kept_alive, joined.locate)
+        joined.mark(table)
+        cleared = begin([records], [table], arena, None, self.floats)
+        step.take(
+            [table],
+            [
+                (joined.locate(native.GRADS, start), joined.locate(native.GRADS, end - 1) + 1)
+                for start, end in cleared
+            ],
+        )
+        pieces = np.array(joined.pieces, np.int64).reshape(-1, 3)
+        buffers = len(self.plan.threads) * self.run_length
+        own_gradients = self.storage("gradients of shards", 4 * buffers * joined.floats)
+        step.together = self.run_length
+        step.own = own_gradients.ctypes.data
+        step.own_floats = joined.floats
+        step.pieces = pieces.ctypes.data
+        step.piece_count = len(pieces)
+        self._kept_alive += [pieces, own_gradients]
 
     def _make_updates(self) -> list[Update]:
         """Returns the updates of the parameters that this rank owns, from the reduced gradients."""

@@ -141,6 +141,7 @@ class Runner:
     reductions: Sequence[Reduction] = ()  # between processes
     bytes_moved = 0  # bytes that this rank has sent so far outside of its reductions
     grad_bytes = 0  # of gradients and of their reduction's memory that isn't shared
+    plan_lines: Sequence[str] = ()  # about how shards are computed, for the user
     looks_ahead = False  # True: copies the next batch to the device during a step
     fingerprint = 0  # of the program, which must be the same on all ranks
     # The reduction whose last floats, the statistics, compare codes between ranks (`mark`).

@@ -6,12 +6,16 @@ Shards 0..V-1 of a global batch are added along one fixed binary tree. A node ov
 after the largest power of two smaller than n. A process with a run of shards computes the largest
 nodes that are inside its run. The rest of the tree is completed from these nodes. So the result
 depends only on V, and not on which process computed which shard (docs/determinism.md).
+
+A thread may compute the shards of one node together (docs/kernels.md, "Runs of shards"). Such a
+node is a leaf of the plan. Without runs of shards the leaves are the single shards.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 VECTOR = 16  # floats
@@ -24,23 +28,29 @@ LINE = 8  # numbers (int64) in a cache line
 class Action(NamedTuple):
     """One line of a plan.
 
-    A "run" computes shard `a` into buffer `b`. An "add" adds buffer `b` to buffer `a`.
+    A "run" computes the `n` shards from shard `a` on, and puts their sum into buffer `b`. An "add"
+    adds buffer `b` to buffer `a`.
     """
 
     kind: str  # "run" or "add"
     a: int
     b: int
+    n: int = 1
 
     def __str__(self) -> str:
-        return f"b{self.b} = shard {self.a}" if self.kind == "run" else f"b{self.a} += b{self.b}"
+        if self.kind == "add":
+            return f"b{self.a} += b{self.b}"
+        last = self.a + self.n - 1
+        shards = f"shard {self.a}" if self.n == 1 else f"shards {self.a} to {last}"
+        return f"b{self.b} = {shards}"
 
 
 class Plan(NamedTuple):
     """Plan of what one process does in one step.
 
     It describes a step in which all threads are equally fast. In the native executor a thread that
-    has finished takes shards of the other threads (`tables`). A shard then uses any buffer of
-    `pool`, but the first shard of a node in `partial` always uses the buffer of the node.
+    has finished takes leaves of the other threads (`tables`). A leaf then uses any buffer of
+    `pool`, but the first leaf of a node in `partial` always uses the buffer of the node.
     """
 
     shards: int  # of the global batch
@@ -52,6 +62,7 @@ class Plan(NamedTuple):
     buffers: int  # number of buffers
     pool: tuple[int, ...] = ()
     counts: tuple[int, ...] = ()  # shards of each process. Empty if the shares are equal
+    leaves: tuple[Node, ...] = ()  # nodes whose shards one thread computes together, in order
 
     def tables(self) -> list[int]:
         """Returns the plan as numbers (int64) for the executor.
@@ -59,17 +70,17 @@ class Plan(NamedTuple):
         `Tables` in mojo/runtime/executor.mojo describes their order. The end is scratch memory of
         the executor, so two steps must not use the same tables at the same time.
         """
-        lo, hi = self.run
-        # Nodes have numbers: first the shards, then the sums.
-        number = {(shard, 1): shard - lo for shard in range(lo, hi)}
+        count = len(self.leaves)
+        # Nodes have numbers: first the leaves, then the sums.
+        number = {leaf: i for i, leaf in enumerate(self.leaves)}
         sums: list[Node] = []
         todo = [node for node, _ in self.partial]
         while todo:
-            first, n = todo.pop()
-            if n > 1:
-                number[first, n] = hi - lo + len(sums)
-                sums.append((first, n))
-                todo += children((first, n))
+            node = todo.pop()
+            if node not in number:
+                number[node] = count + len(sums)
+                sums.append(node)
+                todo += children(node)
         parent, left, right = ([-1] * len(number) for _ in range(3))
         for node in sums:
             index = number[node]
@@ -77,21 +88,22 @@ class Plan(NamedTuple):
             left[index] = number[left_child]
             right[index] = number[right_child]
             parent[left[index]] = parent[right[index]] = index
-        fixed_buffers = [-1] * (hi - lo)
-        for (first, _), buffer in self.partial:
-            fixed_buffers[first - lo] = buffer
-        thread_runs = [share(hi - lo, len(self.threads), t) for t in range(len(self.threads))]
-        head = [lo, hi - lo, len(number), len(thread_runs), len(self.pool)]
+        buffer_of = {first: buffer for (first, _), buffer in self.partial}
+        fixed_buffers = [buffer_of.get(first, -1) for first, _ in self.leaves]
+        thread_leaves = [share(count, len(self.threads), t) for t in range(len(self.threads))]
+        head = [count, len(number), len(thread_leaves), len(self.pool)]
         head += [0] * (LINE - len(head))
-        scratch = [0] * (2 * len(number) + len(self.pool) + LINE * len(thread_runs))
+        scratch = [0] * (2 * len(number) + len(self.pool) + LINE * len(thread_leaves))
         return [
             *head,
             *parent,
             *left,
             *right,
             *fixed_buffers,
-            *(start for start, _ in thread_runs),
-            *(end for _, end in thread_runs),
+            *(first for first, _ in self.leaves),
+            *(n for _, n in self.leaves),
+            *(start for start, _ in thread_leaves),
+            *(end for _, end in thread_leaves),
             *self.pool,
             *scratch,
         ]
@@ -205,6 +217,24 @@ def nodes(run: Run, shards: int) -> list[Node]:
     return list_inside((0, shards)) if shards else []
 
 
+def cut(nodes: Iterable[Node], length: int, lone: int | None = None) -> tuple[Node, ...]:
+    """Cuts nodes into nodes of at most `length` shards, in order.
+
+    Args:
+        nodes: nodes of the tree.
+        length: the shards of a node, at most.
+        lone: a shard that becomes a node of one shard. None: no shard has to.
+    """
+    found: list[Node] = []
+    for node in nodes:
+        first, n = node
+        if n > 1 and (n > length or lone is not None and first <= lone < first + n):
+            found += cut(children(node), length, lone)
+        else:
+            found.append(node)
+    return tuple(found)
+
+
 @functools.lru_cache(maxsize=64)
 def combine(
     partial: tuple[Node, ...], shards: int
@@ -255,13 +285,21 @@ def combine(
 
 @functools.lru_cache(maxsize=64)
 def make(
-    shards: int, rank: int, ranks: int, workers: int, threads: int, counts: tuple[int, ...] = ()
+    shards: int,
+    rank: int,
+    ranks: int,
+    workers: int,
+    threads: int,
+    counts: tuple[int, ...] = (),
+    length: int = 1,
+    lone: int | None = None,
 ) -> Plan:
     """Returns the plan of process `rank`.
 
     Worker w of all ranks * workers has run w of `runs`. If a batch has fewer shards than workers,
     the runs of some are empty. A thread computes the runs of whole workers. If there are more
-    threads than workers, several threads share a worker's run.
+    threads than workers, several threads share a worker's run. A leaf belongs to the thread that
+    its first shard belongs to.
 
     Args:
         shards: the shards of the global batch.
@@ -270,21 +308,26 @@ def make(
         workers: the workers of each process.
         threads: the threads of each process.
         counts: the shards of each process. Empty: all workers have equal shares.
+        length: the shards that one thread computes together, at most.
+        lone: a shard that is computed alone, whatever the `length`.
     """
     worker_runs = runs(shards, ranks, workers, counts)[rank * workers : (rank + 1) * workers]
     run_start, _ = worker_runs[0]
     _, run_end = worker_runs[-1]
+    leaves = cut(nodes((run_start, run_end), shards), length, lone)
     pieces_per_worker = max(1, threads // workers)
-    pieces = []  # runs that one thread computes
+    pieces = []  # runs that one thread computes, of whole leaves
     for start, end in worker_runs:
         for i in range(pieces_per_worker):
             first, stop = share(end - start, pieces_per_worker, i)
-            if stop > first:
-                pieces.append((start + first, start + stop))
+            inside = [leaf for leaf in leaves if start + first <= leaf[0] < start + stop]
+            if inside:
+                pieces.append((inside[0][0], sum(inside[-1])))
     threads = max(1, min(threads, len(pieces)))
     new_buffers = itertools.count()
     buffer_of: dict[Node, int] = {}
     thread_actions: list[tuple[Action, ...]] = []
+    leaf_set = set(leaves)
     for t in range(threads):
         actions: list[Action] = []
         # A thread uses its own buffers again, never those of another thread.
@@ -292,10 +335,10 @@ def make(
 
         def add_subtree(node: Node, actions: list[Action] = actions, free: list[int] = free) -> int:
             """Appends the actions that compute a node, and returns its buffer."""
-            first, n = node
-            if n == 1:
+            if node in leaf_set:
+                first, n = node
                 buffer = free.pop() if free else next(new_buffers)
-                actions.append(Action("run", first, buffer))
+                actions.append(Action("run", first, buffer, n))
                 return buffer
             left_child, right_child = children(node)
             left_buffer = add_subtree(left_child)
@@ -317,9 +360,8 @@ def make(
     fixed_shards = {first for (first, _), _ in partial}
     pool_size = 0
     for t in range(threads):
-        first, stop = share(run_end - run_start, threads, t)
-        thread_run = (run_start + first, run_start + stop)
-        pool_size += _count_pool_buffers(thread_run, shards, fixed_shards)
+        first, stop = share(len(leaves), threads, t)
+        pool_size += _count_pool_buffers(leaves[first:stop], shards, fixed_shards)
     buffers = max(next(new_buffers), len(fixed_buffers) + pool_size, 1)
     return Plan(
         shards=shards,
@@ -330,22 +372,22 @@ def make(
         buffers=buffers,
         pool=tuple(buffer for buffer in range(buffers) if buffer not in fixed_buffers),
         counts=counts,
+        leaves=leaves,
     )
 
 
-def _count_pool_buffers(run: Run, shards: int, fixed_shards: set[int]) -> int:
-    """Returns how many buffers of the pool a thread needs at most while it computes a run in order.
+def _count_pool_buffers(leaves: tuple[Node, ...], shards: int, fixed_shards: set[int]) -> int:
+    """Returns how many buffers of the pool a thread needs at most while it computes some leaves.
 
-    If the pool has this many for every run, no thread waits forever: a buffer is always free for
-    the next shard of a run that no thread is computing. The shards in `fixed_shards` have buffers
-    outside of the pool, and so have nodes that start with them.
+    The thread computes them in order. If the pool has this many for the leaves of every thread, no
+    thread waits forever: a buffer is always free for the next leaf of a thread. The leaves and
+    nodes that start with a shard of `fixed_shards` have buffers outside of the pool.
     """
-    run_start, run_end = run
     peak = 0
-    for shard in range(run_start, run_end):
-        if shard not in fixed_shards:
-            complete_nodes = nodes((run_start, shard), shards)
-            in_pool = sum(first not in fixed_shards for first, _ in complete_nodes)
+    for first, _ in leaves:
+        if first not in fixed_shards:
+            complete_nodes = nodes((leaves[0][0], first), shards)
+            in_pool = sum(start not in fixed_shards for start, _ in complete_nodes)
             peak = max(peak, 1 + in_pool)
     return peak
 
@@ -366,6 +408,7 @@ def unshared(plan: Plan) -> Plan:
         partial=partial,
         buffers=max(end - start, 1),
         counts=plan.counts,
+        leaves=tuple((shard, 1) for shard in range(start, end)),
     )
 
 

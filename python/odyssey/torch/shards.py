@@ -539,10 +539,10 @@ class Shards:
         with self.modes.held(), self._forbid_other_changes(train):
             for action in (*prepared.plan.threads[0], *prepared.plan.final):
                 if action.kind == "add":
-                    _, target, source = action
-                    buffers[target].add_(buffers[source])
+                    buffers[action.a].add_(buffers[action.b])
                     continue
-                _, shard, target = action
+                shard = action.a
+                target = action.b
                 gradients = prepared.gradients[target] if train else []
                 yield from self._run_shard(shard, samples, step, buffers[target], gradients)
 

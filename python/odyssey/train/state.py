@@ -164,8 +164,14 @@ class EngineState:
 
     @property
     def plan(self) -> str:
-        """How the model is cut over ranks, where odyssey decided it; known after the first step."""
-        return "\n".join(self.engine.ownership.plans)
+        """How odyssey has cut the model over ranks, and which shards run together.
+
+        It is known after the first step.
+        """
+        runners = self.engine.runners[-1:]
+        return "\n".join(
+            [*self.engine.ownership.plans, *(line for r in runners for line in r.plan_lines)]
+        )
 
     def memory(self) -> dict[str, int]:
         """Bytes that training takes on this rank: parameters, gradients and their reduction,

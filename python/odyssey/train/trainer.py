@@ -533,8 +533,11 @@ class DistributedTrainer(Trainer):
 
     @property
     def plan(self) -> str:
-        """How the model is cut over ranks, where odyssey decided it; known after the first step."""
-        return "\n".join(self.stepper.engine.ownership.plans)
+        """How odyssey has cut the model over ranks, and which shards run together.
+
+        It is known after the first step.
+        """
+        return self.training_state.plan
 
     @property
     def bytes_per_step(self) -> float:
