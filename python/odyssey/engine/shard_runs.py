@@ -26,11 +26,11 @@ forced_length: int | None = None
 
 
 class Piece(NamedTuple):
-    """Floats [start, end) of a whole gradient buffer, at float `at` of a shard's buffer."""
+    """Floats [start, end) of a whole gradient buffer, at float `place` of a shard's buffer."""
 
     start: int
     end: int
-    at: int
+    place: int
 
 
 class Joined(NamedTuple):
@@ -57,7 +57,7 @@ class Joined(NamedTuple):
         i = bisect.bisect_right(self.pieces, (offset, math.inf)) - 1
         if i < 0 or offset >= self.pieces[i].end:
             return offset  # a gradient of joined records, which write to whole buffers
-        return offset - self.pieces[i].start + self.pieces[i].at
+        return offset - self.pieces[i].start + self.pieces[i].place
 
     def mark(self, table: np.ndarray) -> None:
         """Sets the bit native.JOINED in the headers of a serialized program."""
@@ -102,8 +102,8 @@ def length(
     weights = sum(floats for r in writers for _, floats in begun_outputs(r))
     if end - first < 2 or 4 * weights <= work_bytes:
         return 0
-    most = min(MAX_GROUPS // max(r.named["G"] for r in writers), end - first)
-    for n in (1 << i for i in reversed(range(1, most.bit_length()))):
+    longest = min(MAX_GROUPS // max(r.named["G"] for r in writers), end - first)
+    for n in (1 << i for i in reversed(range(1, longest.bit_length()))):
         longer = make_plan(n)
         added = (n * len(longer.threads) - len(plan.threads)) * work_bytes
         saved = (plan.buffers - longer.buffers) * 4 * floats

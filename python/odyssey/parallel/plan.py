@@ -225,14 +225,14 @@ def cut(nodes: Iterable[Node], length: int, lone: int | None = None) -> tuple[No
         length: the shards of a node, at most.
         lone: a shard that becomes a node of one shard. None: no shard has to.
     """
-    found: list[Node] = []
+    pieces: list[Node] = []
     for node in nodes:
         first, n = node
         if n > 1 and (n > length or lone is not None and first <= lone < first + n):
-            found += cut(children(node), length, lone)
+            pieces += cut(children(node), length, lone)
         else:
-            found.append(node)
-    return tuple(found)
+            pieces.append(node)
+    return tuple(pieces)
 
 
 @functools.lru_cache(maxsize=64)
