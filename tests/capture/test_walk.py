@@ -159,7 +159,8 @@ def test_contents_of_subclasses_count(value, other):
 def test_resources_are_not_looked_into(tmp_path):
     with (tmp_path / "file").open("w") as file:
         held = [file, threading.Lock(), threading.Thread(), sys, ValueError("a")]
-        assert paths(held) == {"": "reference", **{f"[{n}]": "resource" for n in range(5)}}
+        resources = {f"[{n}]": "resource" for n in range(5)}
+        assert paths(held) == {"": "reference", **resources, "[4].args": "value"}
 
 
 def test_not_state_is_not_looked_into():

@@ -567,7 +567,7 @@ REFUSED = {
     hook_added: r"model\.first\._forward_hooks\[0\] was set to .*halve since",
     hook_taken_out: r"model\.first\._forward_hooks\[0\] \(.*halve\) was taken out since",
     hook_of_another_module: r"model\.first\._forward_hooks\[0\] was set to .*halve since",
-    method_replaced: r"model\.forward was set to .*forward since",
+    method_replaced: r"model\.forward was set to .*forward of line \d+ since",
     object_of_the_first_step: r"callbacks\.Late\.meter is a .*Smoothed that was created in a step",
     object_of_the_first_epoch: r"callbacks\.Late\.meter is a .*Smoothed that was created",
     method_of_a_callback_replaced: r"callbacks\.Noise\.amount was set to .*pow since",
