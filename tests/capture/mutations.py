@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-TESTS = ("test_values.py", "test_walk.py", "test_capture.py", "test_sharing.py")
+TESTS = ("test_values.py", "test_walk.py", "test_unusual_kinds.py", "test_capture.py")
+TESTS += ("test_sharing.py",)
 
 
 class Mutation(NamedTuple):
@@ -64,8 +65,8 @@ MUTATIONS = (
     Mutation(
         "globals are ignored",
         "edges.py",
-        "    names, attributes = names_in(function.__code__)\n",
-        "    names, attributes = (), ()\n",
+        "    names, attributes, imports = names_in(function.__code__)\n",
+        "    names, attributes, imports = (), (), ()\n",
     ),
     Mutation(
         "contents of subclasses are ignored",
@@ -247,6 +248,36 @@ MUTATIONS = (
         "containers.py",
         '        parts.append(f"{place} {item.mark}" if item is not None and is_fixed else place)\n',
         '        parts.append("")\n',
+    ),
+    Mutation(
+        "sets are sorted",
+        "values.py",
+        "    return items if all(map(_has_fixed_hash, items)) else sorted(items, key=_mark)\n",
+        "    return sorted(items, key=_mark)\n",
+    ),
+    Mutation(
+        "methods of classes may be replaced",
+        "walk.py",
+        "            is_function(value) and (edge.place.overrides() or _is_put_into_class(edge))\n",
+        "            is_function(value) and edge.place.overrides()\n",
+    ),
+    Mutation(
+        "modules in functions are ignored",
+        "edges.py",
+        "                modules[full_name] = sys.modules[full_name]\n",
+        "                pass\n",
+    ),
+    Mutation(
+        "opaque objects of steps are not named",
+        "capture.py",
+        "                **self._late_opaque(picture),\n",
+        "",
+    ),
+    Mutation(
+        "arguments of exceptions are ignored",
+        "edges.py",
+        '        extra = [Edge(f"{path}.args", host.args, Place("attribute", host, "args"))]\n',
+        "        pass\n",
     ),
 )
 
