@@ -108,8 +108,8 @@ MUTATIONS = (
     Mutation(
         "sets have the order of the process",
         "values.py",
-        "        parts.sort()\n",
-        "        pass\n",
+        "    return items if all(map(_has_fixed_hash, items)) else sorted(items, key=_mark)\n",
+        "    return items\n",
     ),
     Mutation(
         "values are never written in place",
