@@ -156,7 +156,10 @@ def linear_forward_bf16[
     shards: Int = 1,
     apart: Int = 0,  # floats from x, y and scratch of one shard to those of the next
 ):
-    """Computes y = W x + b, then max(y, 0) if `relu`. Packed weights meet all shards of a run."""
+    """Computes y = W x + b, then max(y, 0) if `relu`.
+
+    The weights are packed once, and multiplied with all shards of a run.
+    """
     var pairs = (I + 1) // 2
     var xp = scratch.unsafe_bitcast[BFloat16]()  # (G, pairs, L, 2)
     var wp = xp.unsafe_offset(G * pairs * 2 * LANES)  # (NB, pairs, 2)
@@ -255,7 +258,10 @@ def linear_backward_input_bf16(
     shards: Int = 1,
     apart: Int = 0,  # floats from dx, dy and scratch of one shard to those of the next
 ):
-    """Computes dx = W^T dy. Packed weights meet all shards of a run."""
+    """Computes dx = W^T dy.
+
+    The weights are packed once, and multiplied with all shards of a run.
+    """
     var pairs = (O + 1) // 2
     var dyp = scratch.unsafe_bitcast[BFloat16]()  # (G, pairs, L, 2)
     var wp = dyp.unsafe_offset(G * pairs * 2 * LANES)  # (pairs, COLUMNS, 2)

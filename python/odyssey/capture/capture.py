@@ -1062,11 +1062,12 @@ class Capture:
 
     def _late_opaque(self, picture: Picture) -> dict[str, str]:
         """Returns what checkpoints can't keep and fit() didn't start with: class names by path."""
+        built = self._built.opaque()
         return {
             path: name
             for path, name in picture.opaque().items()
             if picture.entries[path].root not in LOADER_ROOTS
-            and path not in self._built.opaque()
+            and path not in built
             and not self.changed_in_forward(path)
         }
 

@@ -71,7 +71,7 @@ _DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torc
 
 
 def build_on(device: torch.device) -> None:
-    """Sets the device of tensors of checkpoints that weren't on the CPU, for this process."""
+    """Sets the device for tensors of a checkpoint that were on a GPU when it was written."""
     global _device
     _device = device
 

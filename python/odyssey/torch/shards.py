@@ -203,13 +203,17 @@ def read_weight(weight: Any) -> float:
 
 
 def weight_of(weight: Any, device: Device) -> float | torch.Tensor:
-    """Returns the weight of a shard that a user's function has returned, as `Shards.weigh` needs
-    it.
+    """Returns the weight of a shard in the form that `Shards.weigh` takes.
 
-    A number on another device than the CPU stays there, so that the host doesn't wait for it. If it
-    isn't allowed, it becomes NaN, and the end of the shards raises the error.
+    A number on a GPU stays there, so that the host doesn't wait for it. If it is negative or not
+    finite, it becomes NaN, and odyssey raises the error after the last shard.
 
-    Raises ConfigError: it isn't one number, or, on the CPU, isn't allowed.
+    Args:
+        weight: the result of the user's function.
+        device: the device of the module.
+
+    Raises:
+        ConfigError: The weight isn't one number, or it is on the CPU and negative or not finite.
     """
     is_number = isinstance(weight, torch.Tensor) and weight.numel() == 1
     if device.is_host or not is_number or weight.device.type == "cpu":

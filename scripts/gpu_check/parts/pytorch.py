@@ -73,8 +73,9 @@ def models(c: Check) -> dict[str, Any]:
 
 
 def resumed(c: Check, weights: str, *command: str) -> dict[str, str]:
-    """The hash of a training run of one rank that was killed, and resumed on two ranks; it must be
-    `weights`.
+    """Kills a training run of one rank, resumes it on two ranks, and returns its hash.
+
+    Raises RuntimeError: the hash isn't `weights`.
     """
     folder = tempfile.mkdtemp(dir=c.scratch)
     killed = [*command, "--folder", folder, "--die", "3"]
