@@ -39,10 +39,6 @@ ALLOWED = [
     ),
     ("Collectives overwrite what they are given", "arrays in memory"),
     ("docker run --rm", "an option of docker"),
-    (
-        "launcher could not remove, the next start",
-        "what MPI left in memory, and odyssey removes itself",
-    ),
 ]
 
 
