@@ -25,6 +25,7 @@ from ..core import random_scopes
 from ..data import ArrayDataset, Batch, Part, Pieces, SampleTrial, leaves, mapped
 from ..errors import ConfigError, DataError, check_integer
 from ..parallel import plan
+from .device import default_shard_size
 from ..train import check_batches, check_sampler
 from .seeded import (
     GENERATOR_OF_WORKER,
@@ -171,7 +172,7 @@ class DataLoader(own.DataLoader):
         shuffle: a new order each epoch; False keeps 0, 1, ...
         seed: of the order and of the samples' generators.
         shard_size: samples per shard; None: that of the trainer it is given to, else the default of
-            a `DistributedTrainer` for this batch size.
+            a `DistributedTrainer` on CPUs for this batch size.
         drop_last: leave out a last batch that is smaller.
         num_workers: processes of this rank that read; 0 reads in the loop.
         collate_fn, options: as torch.utils.data.DataLoader has them (pin_memory, timeout,
@@ -202,7 +203,7 @@ class DataLoader(own.DataLoader):
                     "it out, or give fit() a torch.utils.data.DataLoader with it"
                 )
         super().__init__(dataset, batch_size, shuffle, seed=seed, drop_last=drop_last, prefetch=0)
-        default = plan.default_shard_size(self.batch_size)
+        default = default_shard_size(self.batch_size)
         self.fixed_size = shard_size is not None
         self.shard_size = check_integer(
             "shard_size", default if shard_size is None else shard_size, 1

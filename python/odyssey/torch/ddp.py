@@ -45,7 +45,7 @@ from ..errors import ConfigError, check_integer
 from ..parallel import Strategy
 from . import captured  # noqa: F401 (it registers torch's generators)
 from .data import Shared, tree_of
-from .device import host_array, to_host
+from .device import default_shard_size, host_array, to_host
 from .modes import flushes_subnormals
 from .shard_draws import generator
 from .shards import LoopError, Shards, weight_of
@@ -492,7 +492,8 @@ class DistributedDataParallel(torch.nn.Module):
         samples = len(tensors[0])
         if shards.shard_size is None and self._loaded is not None:
             shards.shard_size = self._loaded.shard_size  # the default for the first batch back then
-        shards.shard_size = shards.shard_size or shards.arena.device.default_shard_size(samples)
+        is_host = shards.arena.device.is_host
+        shards.shard_size = shards.shard_size or default_shard_size(samples, is_host)
 
         def cut_shard(lo: int, hi: int) -> Any:
             def cut(leaf: Any) -> Any:

@@ -23,7 +23,6 @@ from ..core import fingerprint, native, random_scopes
 from ..data import mapped
 from ..errors import ConfigError, DeviceError
 from ..nn.utils import global_norm
-from ..parallel import default_shard_size
 from .device_averages import move_averages
 from .device_sums import DeviceNorm, fingerprint_of
 
@@ -34,6 +33,21 @@ DeviceSettings = tuple[bool, ...]
 Combine = Callable[[np.ndarray], np.ndarray]
 #: Classes of tensors that are nothing but their numbers. Subclasses may keep more, so they aren't.
 PLAIN_TENSORS: set[type] = {torch.Tensor}
+
+
+def default_shard_size(samples: int, is_host: bool = True) -> int:
+    """Returns the samples per shard for a global batch of so many, if the user sets none.
+
+    Eight shards can be shared by eight ranks, and PyTorch takes longer for many small shards than
+    for few large ones. The least size is small on GPUs, where large models train in small batches.
+    But a shard of one sample would have no variance for BatchNorm.
+
+    Args:
+        samples: the samples of the global batch.
+        is_host: True for a module on the CPU.
+    """
+    least = 32 if is_host else 2
+    return max(least, -(-samples // 8))
 
 
 class Device:
@@ -129,14 +143,6 @@ class Device:
         if self.is_host:
             return value
         return torch.full((), value, dtype=dtype, device=self.torch_device)
-
-    def default_shard_size(self, samples: int) -> int:
-        """Returns the samples per shard for a global batch of so many, if the user sets none.
-
-        GPUs need large shards, and as many as eight of them share a batch. A shard of one sample
-        would have no variance for BatchNorm.
-        """
-        return default_shard_size(samples) if self.is_host else max(2, -(-samples // 8))
 
     def pin(self, array: np.ndarray) -> None:
         """Pins the memory of an array until it is freed, so that copies to and from it are fast.

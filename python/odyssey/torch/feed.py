@@ -123,7 +123,6 @@ class ModuleFeed(BatchFeed):
             targets: the batches have targets.
         """
         loader = self.loader_of(loader)
-        self.take_size(loader)
         if own_steps(loader) and len(loader.dataset):
             self.sharing.share_out(min(loader.batch_size, len(loader.dataset)), context.batch_size)
             yield from loader.steps(part=self.part(training=False))

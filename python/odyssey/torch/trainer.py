@@ -36,6 +36,7 @@ from .captured import build_on, kept_by_trainer
 from .changing import ForwardCheck, ForwardWatch
 from .checks import ModuleChecks
 from .data import Shared
+from .device import default_shard_size
 from .feed import ModuleFeed
 from .first_shard import FirstShard
 from .optimizer_parts import OptimizerParts
@@ -66,8 +67,8 @@ class DistributedTrainer(Trainer):
             where targets are classes. Of batches that are dicts: functions of (output, batch);
             names and objects compare the output's `logits` with batch["labels"].
         shard_size: samples per shard, which torch runs as one batch: part of what is computed.
-            Default on CPUs: 32 from a global batch of 128 on, 16 from 32 on, one shard below. On
-            GPUs: an eighth of the global batch, rounded up, and at least 2.
+            Default: an eighth of the global batch, rounded up, but at least 32 on CPUs, and 2 on
+            GPUs.
         threads: of torch, in every rank: part of what is computed, so never the number of cores.
         deterministic: "error": an operation without a deterministic form ends the training, and so
             does a buffer that nothing merges; "warn": it is told, and bits are not promised.
@@ -229,7 +230,7 @@ class DistributedTrainer(Trainer):
             self.layout,
             lambda form: 1,
             self.say,
-            lambda samples, rows: self.arena.device.default_shard_size(samples),
+            lambda samples, rows: default_shard_size(samples, self.arena.device.is_host),
         )
         self.feed = ModuleFeed(
             self.mode,
@@ -289,6 +290,8 @@ class DistributedTrainer(Trainer):
     def _share_out(self, batch: datasets.Batch) -> None:
         """Decides the shards of a batch, and which ranks have them."""
         samples = len(batch.indices)
+        if isinstance(batch.dataset, Shared) and self.sharing.shard_size is None:
+            self.sharing.shard_size = batch.dataset.shard_size  # the loader has read such shards
         self.sharing.share_out(samples, self.context.batch_size)
         if self.layout.rebalance and isinstance(batch.dataset, Shared):
             raise ConfigError(
@@ -336,12 +339,14 @@ class DistributedTrainer(Trainer):
         """Everything in eval mode, without gradients. Afterwards the modes, generators and the
         position of the loader are as before.
         """
+        self.feed.take_size(loader)
         previous_phase = slot.phase("evaluate")
         try:
             self.feed.check_samples(loader, "validation", self.context)
             with (
                 in_mode(self.module, False),
                 torch.no_grad(),
+                self.sharing.for_evaluation(),
                 self.feed.without_trace(loader, self.context),
             ):
                 yield

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..checkpoints.trainable import Mode
@@ -73,6 +74,21 @@ class BatchSharing:
         if not self._idle_counted:
             self._idle_counted = True
             self._count_idle(samples)
+
+    @contextlib.contextmanager
+    def for_evaluation(self) -> Iterator[None]:
+        """Leaves the shard size to the first training batch, if an evaluation comes before it.
+
+        The evaluation in the block then has the default for its own batches.
+        """
+        is_decided = self.shard_size is not None
+        idle_counted = self._idle_counted
+        try:
+            yield
+        finally:
+            if not is_decided:
+                self.shard_size = None
+                self._idle_counted = idle_counted
 
     def _count_idle(self, samples: int) -> None:
         workers, parts = self.mode.shared_out(samples)
