@@ -85,7 +85,9 @@ def test_zero_grad_inside_the_loop(net, batch, none):
     import torch
 
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    with pytest.raises(Exception, match=r"call zero_grad\(\) before it, clip and step after it"):
+    with pytest.raises(
+        Exception, match=r"call zero_grad\(\) before the loop over shards, clip and step after it"
+    ):
         for (x,) in net.shards(batch):
             net(x).sum().backward()
             optimizer.zero_grad(set_to_none=none)
@@ -98,6 +100,49 @@ def test_clipping_inside_the_loop(net, batch):
         for (x,) in net.shards(batch):
             net(x).sum().backward()
             torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+
+
+@pytest.mark.parametrize("is_reached", [True, False])
+def test_a_write_into_one_gradient_inside_the_loop(batch, is_reached):
+    import torch
+
+    from odyssey.torch import DistributedDataParallel
+
+    module = torch.nn.ModuleList([torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)])
+    net = DistributedDataParallel(module, shard_size=2)
+    with pytest.raises(Exception, match=r"the gradient of [01].bias was changed while a shard"):
+        for (x,) in net.shards(batch):
+            module[0](x).sum().backward()
+            module[0 if is_reached else 1].bias.grad[0] = 0
+
+
+def test_several_backward_passes_and_hooks_of_the_users_own(batch):
+    """Hooks that are older than the net change a gradient before the net sees it."""
+    import torch
+
+    from odyssey.torch import DistributedDataParallel
+
+    def clamp(parameter: torch.Tensor) -> None:
+        parameter.grad.clamp_(max=0.5)
+
+    gradients = []
+    for passes in (1, 2):
+        torch.manual_seed(0)
+        module = torch.nn.Linear(4, 2)
+        module.weight.register_post_accumulate_grad_hook(clamp)
+        net = DistributedDataParallel(module, shard_size=2)
+        for (x,) in net.shards(batch):
+            for _ in range(passes):
+                (net(x).sum() / passes).backward()
+        gradients.append(module.bias.grad.clone())
+        assert float(module.weight.grad.max()) == 0.5
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_backward_of_one_parameter_outside(net, name):
+    with pytest.raises(Exception, match=r"backward\(\) outside of shards\(\)"):
+        getattr(net.module, name).square().sum().backward()
 
 
 def test_backward_outside_and_missing(net, batch):

@@ -25,8 +25,8 @@ from ..core import random_scopes
 from ..data import ArrayDataset, Batch, Part, Pieces, SampleTrial, leaves, mapped
 from ..errors import ConfigError, DataError, check_integer
 from ..parallel import plan
-from .device import default_shard_size
 from ..train import check_batches, check_sampler
+from .device import default_shard_size
 from .seeded import (
     GENERATOR_OF_WORKER,
     SamplesOfShard,

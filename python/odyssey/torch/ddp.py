@@ -142,9 +142,10 @@ class DistributedDataParallel(torch.nn.Module):
         self._loop_is_open = False  # a loop over shards has begun and not ended
         # ids of parameters whose gradient an optimizer has used
         self._stepped_ids: set[int] = set()
-        # versions of the gradients after the last backward(), by the parameter's id; empty unless a
-        # shard is running
-        self._versions: dict[int, int] = {}
+        self._runs_shards = False  # shards() is between its first shard and its end
+        # the version of each gradient after the last backward(), by the parameter's id
+        self._backward_versions: dict[int, int] = {}
+        self._shards.backward_versions = self._backward_versions
         for p in self._trained:
             p.register_post_accumulate_grad_hook(self._note_backward)
         _nets.add(self)
@@ -233,7 +234,7 @@ class DistributedDataParallel(torch.nn.Module):
         backward(), one loop inside another, or another net's running statistics or gradients moved
         by it. ConfigError: no tensor in the batch, or a loader with another shard_size.
         """
-        if self._versions:
+        if self._runs_shards:
             raise LoopError("[torch] shards() inside a loop over shards(); end that one first")
         samples, cut_shard = self._cut_batch(batch)
         position = (batch.epoch, batch.index) if isinstance(batch, Batch) else None
@@ -248,27 +249,26 @@ class DistributedDataParallel(torch.nn.Module):
         if (self._is_first_loop or (position and not position[1])) and not _compiles():
             watch.enter_context(self._watch_other_modules())
         states = self._find_generators(sys._getframe(1), position)
+        self._runs_shards = True
         try:
             for lo, hi in shard_ranges:
                 state_before = generator.get_state() if is_new and not lo else None
-                gradients = [p.grad for p in self._trained]
-                versions = {
-                    id(p): gradient._version
-                    for p, gradient in zip(self._trained, gradients, strict=True)
-                }
-                self._versions = dict(versions)
                 shard = cut_shard(lo, hi)
                 if weight is not None:
                     self._shards.weigh(weight_of(weight(shard), self._arena.device))
                 yield shard  # the user's loop runs the shard here
-                self._check_shard(gradients, versions)
+                if not self._backward_versions:
+                    raise LoopError(
+                        "[torch] a shard without backward(); call loss.backward() for each of "
+                        "shards()"
+                    )
                 states = self._check_generators(states)
                 if state_before is not None:
                     self._has_drawn = not torch.equal(state_before, generator.get_state())
         finally:
             watch.close()
             shard_ranges.close()
-            self._versions = {}
+            self._runs_shards = False
         if any(net._read_norms() != norms for net, norms in other_nets):
             raise LoopError(
                 "[torch] the shards of one net move the running statistics of another, and ranks "
@@ -509,41 +509,29 @@ class DistributedDataParallel(torch.nn.Module):
         norms = self._arena.norms
         return host_array(norms.running).tobytes(), [int(counter) for _, counter in norms.counters]
 
-    def _check_shard(self, gradients: list[torch.Tensor], versions: dict[int, int]) -> None:
-        """Checks that backward(), and nothing else, has changed the gradients during a shard.
-
-        versions: of the gradients before the shard, by the parameter's id. Raises LoopError: the
-        loop changed them, or didn't call backward().
-        """
-        for parameter, gradient in zip(self._trained, gradients, strict=True):
-            expected_version = self._versions[id(parameter)]
-            if parameter.grad is not gradient or gradient._version != expected_version:
-                raise LoopError(
-                    "[torch] gradients were changed inside the loop over shards(): call "
-                    "zero_grad() before it, clip and step after it"
-                )
-        if self._versions == versions:
-            raise LoopError(
-                "[torch] a shard without backward(); call loss.backward() for each of shards()"
-            )
-
     def _note_backward(self, parameter: torch.Tensor) -> None:
         """Notes the version of a gradient after a backward pass has added to it.
 
+        So other writes, such as clipping, can be told from those of backward(). It runs once for
+        each tensor of each shard, so it does nothing else.
+
         Raises LoopError: backward() was called outside of this net's loop over shards.
         """
-        if not self._versions and any(net._versions for net in _nets):
+        if not self._runs_shards:
+            self._refuse_backward()
+        self._backward_versions[id(parameter)] = parameter.grad._version  # type: ignore[union-attr]
+
+    def _refuse_backward(self) -> None:
+        """Raises LoopError, because backward() has reached this net outside of its shards."""
+        if any(net._runs_shards for net in _nets):
             raise LoopError(
                 "[torch] backward() inside of one net's shards() reaches the parameters of "
                 f"another: set requires_grad_(False) on them meanwhile, or {ADVICE_ONE_NET}"
             )
-        if not self._versions:
-            raise LoopError(
-                "[torch] backward() outside of shards(): `for x, y in net.shards(batch): "
-                "loss(net(x), y).backward()`"
-            )
-        assert parameter.grad is not None
-        self._versions[id(parameter)] = parameter.grad._version
+        raise LoopError(
+            "[torch] backward() outside of shards(): `for x, y in net.shards(batch): "
+            "loss(net(x), y).backward()`"
+        )
 
 
 _nets: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()

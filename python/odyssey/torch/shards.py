@@ -313,6 +313,9 @@ class Shards:
         self._share = 1.0  # samples of the shard that is being run / samples of a full shard
         self._weight: float | torch.Tensor = 1.0  # of its gradients and its loss
         self._reaches = True  # it has reached parameters, also if its weight is 0
+        # The version of each gradient after the last backward(), by the parameter's id, if a loop
+        # of the user runs the shards. Its hooks fill it, and each shard starts without entries.
+        self.backward_versions: dict[int, int] | None = None
         self._lay_out_memory()
         self.draws = ShardDraws(arena.device, comm.in_threads, repeats=not custom_loop)
         self.norms = arena.norms
@@ -733,26 +736,35 @@ class Shards:
 
         Returns the versions of the views, which torch raises with each write into them.
         """
+        versions = []
         for (_, parameter), gradient in zip(self.arena.named, gradients, strict=False):
             parameter.grad = gradient
+            versions.append(gradient._version)
         self.norms.put_back()
-        return [gradient._version for gradient in gradients]
+        if self.backward_versions:
+            self.backward_versions.clear()
+        return versions
 
     def _find_reached(self, gradients: list[torch.Tensor], versions: list[int]) -> list[float]:
         """Returns 1 for each parameter that the shard just run reached, else 0.
 
-        Raises LoopError: the loop replaced a gradient.
+        Raises LoopError: the loop replaced a gradient, or wrote into one without backward().
         """
+        noted = self.backward_versions
         reached = []
-        for (name, parameter), gradient, version in zip(
+        for (name, parameter), gradient, before in zip(
             self.arena.named, gradients, versions, strict=False
         ):
-            if parameter.grad is not gradient:
+            version = gradient._version
+            is_reached = version != before
+            if parameter.grad is not gradient or (
+                is_reached and noted is not None and noted.get(id(parameter)) != version
+            ):
                 raise LoopError(
-                    f"[torch] the gradient of {name} was replaced while a shard was run: call "
-                    "zero_grad() before the shards, clip and step after them"
+                    f"[torch] the gradient of {name} was changed while a shard was run: call "
+                    "zero_grad() before the loop over shards, clip and step after it"
                 )
-            reached.append(float(gradient._version != version))
+            reached.append(float(is_reached))
         return reached
 
     def _store_buffers(self, flat: torch.Tensor) -> list[float | torch.Tensor]:
