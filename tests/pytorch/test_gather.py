@@ -227,6 +227,7 @@ WEIGHTED = {
 
 def lines(capsys, module: nn.Module, x: Any, y: Any, loss: Any, **settings: Any) -> list[str]:
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], 0.0)
+    settings = {"shard_size": 16, **settings}
     trainer = DistributedTrainer(module, optimizer, loss, metrics={}, **settings)
     trainer.fit([(x, y)], epochs=1, verbose=False)
     return [line for line in capsys.readouterr().err.splitlines() if "the loss is" in line]
