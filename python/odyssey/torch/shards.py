@@ -750,16 +750,17 @@ class Shards:
 
         Raises LoopError: the loop replaced a gradient, or wrote into one without backward().
         """
-        noted = self.backward_versions
+        backward_versions = self.backward_versions
         reached = []
-        for (name, parameter), gradient, before in zip(
+        for (name, parameter), gradient, first_version in zip(
             self.arena.named, gradients, versions, strict=False
         ):
             version = gradient._version
-            is_reached = version != before
-            if parameter.grad is not gradient or (
-                is_reached and noted is not None and noted.get(id(parameter)) != version
-            ):
+            is_reached = version != first_version
+            is_changed = parameter.grad is not gradient
+            if is_reached and backward_versions is not None:
+                is_changed |= backward_versions.get(id(parameter)) != version
+            if is_changed:
                 raise LoopError(
                     f"[torch] the gradient of {name} was changed while a shard was run: call "
                     "zero_grad() before the loop over shards, clip and step after it"
