@@ -148,14 +148,13 @@ def convolution[half: Bool](size: Conv, winograd: Bool) -> String:
     var w = floats(size.K * size.taps())
     var dw = floats(size.K * size.taps())
     var b = floats(size.K)
-    var m = 4 if size.P() >= 16 else 2  # as products.py has it
     var packed = (size.x() + size.y() + size.K * size.taps()) * 2 * LANES
-    var scratch = floats(packed if half else scratch_floats(size, m))
+    var scratch = floats(packed if half else scratch_floats(size))
     var flops = 2 * size.G * LANES * size.y() * size.taps()
 
     def forward() {imm}:
         if winograd:
-            winograd_forward(y, x, w, b, scratch, size, 1, 1, m, False)
+            winograd_forward(y, x, w, b, scratch, size, 1, 1, False)
             return
         comptime if half:
             conv2d_forward_bf16[False](y, x, w, b, scratch, size)
@@ -164,7 +163,7 @@ def convolution[half: Bool](size: Conv, winograd: Bool) -> String:
 
     def input() {imm}:
         if winograd:
-            winograd_backward_input(x, y, w, scratch, size, 1, 1, m)
+            winograd_backward_input(x, y, w, scratch, size, 1, 1)
             return
         comptime if half:
             conv2d_backward_input_bf16(x, y, w, scratch, size)

@@ -1,15 +1,14 @@
 """Convolutions of 3 x 3 with stride 1 by Winograd's minimal filtering, over lanes (see lanes.mojo for the letters).
 
-F(m x m, 3 x 3) after Winograd (1980) and Lavin and Gray (2016), for m 4 and 2: the image is cut into tiles of m x m
-outputs. A tile of n x n inputs (n = m + 2) becomes n n sums of theirs, each 3 x 3 kernel as many sums of its weights;
-these are multiplied and added over the input channels, n n products per tile and pair of channels instead of 9 m m; and
-sums of the results are the outputs. In lanes no transform needs a shuffle. The gradient of the input is the same with
-the kernels turned by half a circle, and x and y changed about. Padding is read as zeros and never stored.
+F(4 x 4, 3 x 3) after Winograd (1980) and Lavin and Gray (2016): the image is cut into tiles of 4 x 4 outputs. The 6 x 6
+inputs of a tile become 36 sums of theirs, each 3 x 3 kernel as many sums of its weights; these are multiplied and added over
+the input channels, 36 products per tile and pair of channels instead of 144; and sums of the results are the outputs. In
+lanes no transform needs a shuffle. The gradient of the input is the same with the kernels turned by half a circle, and x
+and y changed about. Padding is read as zeros and never stored.
 
-Which m a layer has, products.py says; it depends on the size of its y alone. Each sum over channels is one chain per
-output channel and tile; in the gradient of the input it is cut in parts (parts.mojo) before the last transform, so that
-processes which share a layer add the parts there (`*_parts`, `*_end`). Bits therefore depend on the layer's shape
-alone.
+Which convolutions are computed so, products.py says; it depends on their shape alone. Each sum over channels is one chain
+per output channel and tile; in the gradient of the input it is cut in parts (parts.mojo) before the last transform, so that
+processes which share a layer add the parts there (`*_parts`, `*_end`). Bits therefore depend on the layer's shape alone.
 """
 
 from std.math import ceildiv
@@ -22,80 +21,65 @@ from .op import Op, call
 from .parts import PARTS, cut, fold
 from .record import Record, sizes_of
 
-# --- the transforms of a row or column: m outputs, n = m + 2 inputs ---------------------------------------------------
-# The points are 0, 1, -1 and infinity for m 2; 2 and -2 as well for m 4.
+comptime M = 4  # outputs of a tile in each direction
+comptime N = M + 2  # its inputs
+
+# --- the transforms of a row or column -------------------------------------------------------------------------------
+# The points are 0, 1, -1, 2, -2 and infinity.
 
 
 @always_inline
-def _of_input[m: Int](d: Array[Vec, m + 2]) -> Array[Vec, m + 2]:
+def _of_input(d: Array[Vec, N]) -> Array[Vec, N]:
     """B^T d."""
-    var y = Array[Vec, m + 2](fill=Vec(0))
-    comptime if m == 2:
-        y[0] = d[0] - d[2]
-        y[1] = d[1] + d[2]
-        y[2] = d[2] - d[1]
-        y[3] = d[1] - d[3]
-    else:
-        var a = madd(d[2], Vec(-4), d[4])
-        var b = madd(d[1], Vec(-4), d[3])
-        var e = d[4] - d[2]
-        var f = d[3] - d[1]
-        y[0] = madd(d[0], Vec(4), madd(d[2], Vec(-5), d[4]))
-        y[1] = a + b
-        y[2] = a - b
-        y[3] = madd(f, Vec(2), e)
-        y[4] = madd(f, Vec(-2), e)
-        y[5] = madd(d[1], Vec(4), madd(d[3], Vec(-5), d[5]))
+    var y = Array[Vec, N](fill=Vec(0))
+    var a = madd(d[2], Vec(-4), d[4])
+    var b = madd(d[1], Vec(-4), d[3])
+    var e = d[4] - d[2]
+    var f = d[3] - d[1]
+    y[0] = madd(d[0], Vec(4), madd(d[2], Vec(-5), d[4]))
+    y[1] = a + b
+    y[2] = a - b
+    y[3] = madd(f, Vec(2), e)
+    y[4] = madd(f, Vec(-2), e)
+    y[5] = madd(d[1], Vec(4), madd(d[3], Vec(-5), d[5]))
     return y^
 
 
 @always_inline
-def _of_output[m: Int](d: Array[Vec, m + 2]) -> Array[Vec, m]:
+def _of_output(d: Array[Vec, N]) -> Array[Vec, M]:
     """A^T d."""
-    var y = Array[Vec, m](fill=Vec(0))
+    var y = Array[Vec, M](fill=Vec(0))
     var p = d[1] + d[2]
     var q = d[1] - d[2]
-    comptime if m == 2:
-        y[0] = d[0] + p
-        y[1] = q - d[3]
-    else:
-        var r = d[3] + d[4]
-        var t = d[3] - d[4]
-        y[0] = d[0] + p + r
-        y[1] = madd(t, Vec(2), q)
-        y[2] = madd(r, Vec(4), p)
-        y[3] = madd(t, Vec(8), q) + d[5]
+    var r = d[3] + d[4]
+    var t = d[3] - d[4]
+    y[0] = d[0] + p + r
+    y[1] = madd(t, Vec(2), q)
+    y[2] = madd(r, Vec(4), p)
+    y[3] = madd(t, Vec(8), q) + d[5]
     return y^
 
 
 @always_inline
-def _of_weights[m: Int](a: Vec, b: Vec, c: Vec) -> Array[Vec, m + 2]:
+def _of_weights(a: Vec, b: Vec, c: Vec) -> Array[Vec, N]:
     """G (a b c)^T."""
-    var y = Array[Vec, m + 2](fill=Vec(0))
-    comptime if m == 2:
-        var s = (a + c) * 0.5
-        y[0] = a
-        y[1] = madd(b, Vec(0.5), s)
-        y[2] = madd(b, Vec(-0.5), s)
-        y[3] = c
-    else:
-        var s = (a + c) * (-1.0 / 6)
-        var t = madd(c, Vec(1.0 / 6), a * (1.0 / 24))
-        y[0] = a * 0.25
-        y[1] = madd(b, Vec(-1.0 / 6), s)
-        y[2] = madd(b, Vec(1.0 / 6), s)
-        y[3] = madd(b, Vec(1.0 / 12), t)
-        y[4] = madd(b, Vec(-1.0 / 12), t)
-        y[5] = c
+    var y = Array[Vec, N](fill=Vec(0))
+    var s = (a + c) * (-1.0 / 6)
+    var t = madd(c, Vec(1.0 / 6), a * (1.0 / 24))
+    y[0] = a * 0.25
+    y[1] = madd(b, Vec(-1.0 / 6), s)
+    y[2] = madd(b, Vec(1.0 / 6), s)
+    y[3] = madd(b, Vec(1.0 / 12), t)
+    y[4] = madd(b, Vec(-1.0 / 12), t)
+    y[5] = c
     return y^
 
 
 # --- the weights ------------------------------------------------------------------------------------------------------
 
 
-def _weights[m: Int, turned: Bool](u: Ptr, w: Ptr, O: Int, I: Int, w_out: Int, w_in: Int):
-    """Makes u (n n, O, I) of w, whose 3 x 3 kernels lie w_out floats apart by outputs and w_in by inputs."""
-    comptime n = m + 2
+def _weights[turned: Bool](u: Ptr, w: Ptr, O: Int, I: Int, w_out: Int, w_in: Int):
+    """Makes u (N N, O, I) of w, whose 3 x 3 kernels lie w_out floats apart by outputs and w_in by inputs."""
     for i in range(0, I, LANES):
         var some = min(I - i, LANES)
         for o in range(O):
@@ -104,17 +88,17 @@ def _weights[m: Int, turned: Bool](u: Ptr, w: Ptr, O: Int, I: Int, w_out: Int, w
                 if l < some:
                     a[l] = load_first(w, o * w_out + (i + l) * w_in, 9)
             transpose(a)
-            var t = Array[Vec, 3 * n](fill=Vec(0))
+            var t = Array[Vec, 3 * N](fill=Vec(0))
             comptime for c in range(3):
                 comptime at = 8 - c if turned else c
                 comptime step = -3 if turned else 3
-                var column = _of_weights[m](a[at], a[at + step], a[at + 2 * step])
-                comptime for r in range(n):
+                var column = _of_weights(a[at], a[at + step], a[at + 2 * step])
+                comptime for r in range(N):
                     t[r * 3 + c] = column[r]
-            comptime for r in range(n):
-                var row = _of_weights[m](t[r * 3], t[r * 3 + 1], t[r * 3 + 2])
-                comptime for c in range(n):
-                    var to = ((r * n + c) * O + o) * I + i
+            comptime for r in range(N):
+                var row = _of_weights(t[r * 3], t[r * 3 + 1], t[r * 3 + 2])
+                comptime for c in range(N):
+                    var to = ((r * N + c) * O + o) * I + i
                     if some == LANES:
                         store(u, to, row[c])
                     else:
@@ -142,96 +126,94 @@ struct _Images(TrivialRegisterPassable):
     var left: Int
 
     @always_inline
-    def tiles(self, m: Int) -> Int:
+    def tiles(self) -> Int:
         """Of one channel."""
-        return ceildiv(self.P, m) * ceildiv(self.Q, m)
+        return ceildiv(self.P, M) * ceildiv(self.Q, M)
 
     @always_inline
-    def row(self, m: Int, t: Int) -> Int:
+    def row(self, t: Int) -> Int:
         """The first row of y of tile t."""
-        return t // ceildiv(self.Q, m) * m
+        return t // ceildiv(self.Q, M) * M
 
     @always_inline
-    def column(self, m: Int, t: Int) -> Int:
+    def column(self, t: Int) -> Int:
         """The first column of y of tile t."""
-        return t % ceildiv(self.Q, m) * m
+        return t % ceildiv(self.Q, M) * M
 
 
 @always_inline
-def _framed[n: Int](to: Ptr, x: Ptr, h: Int, w: Int, H: Int, W: Int):
-    """The n x n numbers of a channel x from (h, w) on, with zeros where it has none."""
-    comptime for r in range(n):
-        comptime for c in range(n):
+def _framed(to: Ptr, x: Ptr, h: Int, w: Int, H: Int, W: Int):
+    """The N x N numbers of a channel x from (h, w) on, with zeros where it has none."""
+    comptime for r in range(N):
+        comptime for c in range(N):
             var inside = h + r >= 0 and h + r < H and w + c >= 0 and w + c < W
             var d = Vec(0)
             if inside:
                 d = load(x, ((h + r) * W + w + c) * LANES)
-            store(to, (r * n + c) * LANES, d)
+            store(to, (r * N + c) * LANES, d)
 
 
-def _read[m: Int, nb: Int](v: Ptr, x: Ptr, first: Int, s: _Images):
-    """Makes v (n n, I, nb) of the nb tiles from `first` on of all channels of x."""
-    comptime n = m + 2
-    var frame = unsafe_stack_allocation[n * n * LANES, F32, alignment=64]()
+def _read[nb: Int](v: Ptr, x: Ptr, first: Int, s: _Images):
+    """Makes v (N N, I, nb) of the nb tiles from `first` on of all channels of x."""
+    var frame = unsafe_stack_allocation[N * N * LANES, F32, alignment=64]()
     var h = Array[Int, nb](fill=0)
     var w = Array[Int, nb](fill=0)
     comptime for j in range(nb):
-        h[j] = s.row(m, first + j) - s.above
-        w[j] = s.column(m, first + j) - s.left
+        h[j] = s.row(first + j) - s.above
+        w[j] = s.column(first + j) - s.left
     for i in range(s.I):
         var channel = x.unsafe_offset(i * s.H * s.W * LANES)
         for j in range(nb):
             var from_ = channel.unsafe_offset((h[j] * s.W + w[j]) * LANES)
             var row = s.W * LANES
-            if min(h[j], w[j]) < 0 or h[j] + n > s.H or w[j] + n > s.W:
-                _framed[n](frame, channel, h[j], w[j], s.H, s.W)
+            if min(h[j], w[j]) < 0 or h[j] + N > s.H or w[j] + N > s.W:
+                _framed(frame, channel, h[j], w[j], s.H, s.W)
                 from_ = frame
-                row = n * LANES
-            var t = Array[Vec, n * n](fill=Vec(0))
-            comptime for c in range(n):
-                var d = Array[Vec, n](fill=Vec(0))
-                comptime for r in range(n):
+                row = N * LANES
+            var t = Array[Vec, N * N](fill=Vec(0))
+            comptime for c in range(N):
+                var d = Array[Vec, N](fill=Vec(0))
+                comptime for r in range(N):
                     d[r] = load(from_, r * row + c * LANES)
-                var y = _of_input[m](d)
-                comptime for r in range(n):
-                    t[r * n + c] = y[r]
-            comptime for r in range(n):
-                var d = Array[Vec, n](fill=Vec(0))
-                comptime for c in range(n):
-                    d[c] = t[r * n + c]
-                var y = _of_input[m](d)
-                comptime for c in range(n):
-                    store(v, (((r * n + c) * s.I + i) * nb + j) * LANES, y[c])
+                var y = _of_input(d)
+                comptime for r in range(N):
+                    t[r * N + c] = y[r]
+            comptime for r in range(N):
+                var d = Array[Vec, N](fill=Vec(0))
+                comptime for c in range(N):
+                    d[c] = t[r * N + c]
+                var y = _of_input(d)
+                comptime for c in range(N):
+                    store(v, (((r * N + c) * s.I + i) * nb + j) * LANES, y[c])
 
 
-def _write[m: Int, nb: Int, relu: Bool](y: Ptr, z: Ptr, b: Optional[Ptr], first: Int, s: _Images):
-    """Makes the nb tiles from `first` on of all channels of y of z (n n, O, nb)."""
-    comptime n = m + 2
+def _write[nb: Int, relu: Bool](y: Ptr, z: Ptr, b: Optional[Ptr], first: Int, s: _Images):
+    """Makes the nb tiles from `first` on of all channels of y of z (N N, O, nb)."""
     for j in range(nb):
-        var p = s.row(m, first + j)
-        var q = s.column(m, first + j)
-        var rows = min(s.P - p, m)
-        var columns = min(s.Q - q, m)
+        var p = s.row(first + j)
+        var q = s.column(first + j)
+        var rows = min(s.P - p, M)
+        var columns = min(s.Q - q, M)
         for o in range(s.O):
             var to = y.unsafe_offset(((o * s.P + p) * s.Q + q) * LANES)
             var bias = Vec(0)
             if b:
                 bias = splat(b.value(), o)
-            var t = Array[Vec, m * n](fill=Vec(0))
-            comptime for c in range(n):
-                var d = Array[Vec, n](fill=Vec(0))
-                comptime for r in range(n):
-                    d[r] = load(z, (((r * n + c) * s.O + o) * nb + j) * LANES)
-                var a = _of_output[m](d)
-                comptime for r in range(m):
-                    t[r * n + c] = a[r]
-            comptime for r in range(m):
-                var d = Array[Vec, n](fill=Vec(0))
-                comptime for c in range(n):
-                    d[c] = t[r * n + c]
-                var a = _of_output[m](d)
+            var t = Array[Vec, M * N](fill=Vec(0))
+            comptime for c in range(N):
+                var d = Array[Vec, N](fill=Vec(0))
+                comptime for r in range(N):
+                    d[r] = load(z, (((r * N + c) * s.O + o) * nb + j) * LANES)
+                var a = _of_output(d)
+                comptime for r in range(M):
+                    t[r * N + c] = a[r]
+            comptime for r in range(M):
+                var d = Array[Vec, N](fill=Vec(0))
+                comptime for c in range(N):
+                    d[c] = t[r * N + c]
+                var a = _of_output(d)
                 if r < rows:
-                    comptime for c in range(m):
+                    comptime for c in range(M):
                         var e = a[c] + bias
                         comptime if relu:
                             e = e.lt(0).select(Vec(0), e)
@@ -289,69 +271,54 @@ def _multiply[
 # --- a convolution ----------------------------------------------------------------------------------------------------
 
 
-def scratch_floats(size: Conv, m: Int) -> Int:
+def scratch_floats(size: Conv) -> Int:
     """Of scratch memory that an op wants: the weights, a block of tiles and its sums."""
     var block = NB * (size.C + size.K) * LANES
-    return LANES + (m + 2) * (m + 2) * (size.C * size.K + block)
+    return LANES + N * N * (size.C * size.K + block)
 
 
 def _scratch[at: Int](r: Record, shards: Int, fold: Int) -> Int:
-    """Bytes, for the sizes from argument `at` on: those of Conv, ph, pw, m."""
-    return 4 * scratch_floats(sizes_of[Conv](r, at), r.int(at + 10))
+    """Bytes, for the sizes from argument `at` on: those of Conv."""
+    return 4 * scratch_floats(sizes_of[Conv](r, at))
 
 
-def _forward[m: Int, relu: Bool](y: Ptr, x: Ptr, w: Ptr, b: Ptr, u: Ptr, G: Int, s: _Images):
-    comptime n = m + 2
-    var v = u.unsafe_offset(ceildiv(n * n * s.I * s.O, LANES) * LANES)
-    var z = v.unsafe_offset(n * n * s.I * NB * LANES)
-    _weights[m, False](u, w, s.O, s.I, s.I * 9, 9)
+def _forward[relu: Bool](y: Ptr, x: Ptr, w: Ptr, b: Ptr, u: Ptr, G: Int, s: _Images):
+    var v = u.unsafe_offset(ceildiv(N * N * s.I * s.O, LANES) * LANES)
+    var z = v.unsafe_offset(N * N * s.I * NB * LANES)
+    _weights[False](u, w, s.O, s.I, s.I * 9, 9)
     for g in range(G):
         var xg = x.unsafe_offset(g * s.I * s.H * s.W * LANES)
         var yg = y.unsafe_offset(g * s.O * s.P * s.Q * LANES)
         var first = 0
         comptime for k in range(len(TILES)):
             comptime nb = materialize[TILES]()[k]
-            while first + nb <= s.tiles(m):
-                _read[m, nb](v, xg, first, s)
-                _multiply[nb, False](z, v, u, n * n, s, 0, 0, 1)
-                _write[m, nb, relu](yg, z, b, first, s)
+            while first + nb <= s.tiles():
+                _read[nb](v, xg, first, s)
+                _multiply[nb, False](z, v, u, N * N, s, 0, 0, 1)
+                _write[nb, relu](yg, z, b, first, s)
                 first += nb
 
 
-def _backward[m: Int, whole: Bool](dx: Ptr, dy: Ptr, w: Ptr, u: Ptr, G: Int, s: _Images, K: Int, part: Int, parts: Int):
+def _backward[whole: Bool](dx: Ptr, dy: Ptr, w: Ptr, u: Ptr, G: Int, s: _Images, K: Int, part: Int, parts: Int):
     """dx, or if not `whole` what `winograd_backward_input_end` makes it of."""
-    comptime n = m + 2
-    var v = u.unsafe_offset(ceildiv(n * n * s.I * s.O, LANES) * LANES)
-    var z = v.unsafe_offset(n * n * s.I * NB * LANES)
+    var v = u.unsafe_offset(ceildiv(N * N * s.I * s.O, LANES) * LANES)
+    var z = v.unsafe_offset(N * N * s.I * NB * LANES)
     var wp = w.unsafe_offset(cut(K, part) * s.O * 9)
-    _weights[m, True](u, wp, s.O, s.I, 9, s.O * 9)
+    _weights[True](u, wp, s.O, s.I, 9, s.O * 9)
     for g in range(G):
         var dyg = dy.unsafe_offset(g * s.I * s.H * s.W * LANES)
         var dxg = dx.unsafe_offset(g * s.O * s.P * s.Q * LANES)
         var first = 0
         comptime for k in range(len(TILES)):
             comptime nb = materialize[TILES]()[k]
-            while first + nb <= s.tiles(m):
+            while first + nb <= s.tiles():
                 comptime if not whole:
-                    var at = (g * s.tiles(m) + first) * n * n * s.O * LANES
+                    var at = (g * s.tiles() + first) * N * N * s.O * LANES
                     z = dx.unsafe_offset(at)
-                _read[m, nb](v, dyg, first, s)
-                _multiply[nb, True](z, v, u, n * n, s, K, part, parts)
+                _read[nb](v, dyg, first, s)
+                _multiply[nb, True](z, v, u, N * N, s, K, part, parts)
                 comptime if whole:
-                    _write[m, nb, False](dxg, z, None, first, s)
-                first += nb
-
-
-def _end[m: Int](dx: Ptr, z: Ptr, G: Int, s: _Images):
-    comptime n = m + 2
-    for g in range(G):
-        var dxg = dx.unsafe_offset(g * s.O * s.P * s.Q * LANES)
-        var first = 0
-        comptime for k in range(len(TILES)):
-            comptime nb = materialize[TILES]()[k]
-            while first + nb <= s.tiles(m):
-                var at = (g * s.tiles(m) + first) * n * n * s.O * LANES
-                _write[m, nb, False](dxg, z.unsafe_offset(at), None, first, s)
+                    _write[nb, False](dxg, z, None, first, s)
                 first += nb
 
 
@@ -369,17 +336,14 @@ def winograd_forward(
     size: Conv,  # of the padded x
     ph: Int,
     pw: Int,
-    of: Int,  # m
     relu: Bool,
 ):
     """Computes y = x * w + b, x in a frame of zeros; then max(y, 0) if `relu`."""
     var s = _Images(size.C, size.H - 2 * ph, size.W - 2 * pw, size.K, size.P(), size.Q(), ph, pw)
-    comptime for m in range(2, 5, 2):
-        if of == m:
-            if relu:
-                _forward[m, True](y, x, w, b, scratch, size.G, s)
-            else:
-                _forward[m, False](y, x, w, b, scratch, size.G, s)
+    if relu:
+        _forward[True](y, x, w, b, scratch, size.G, s)
+    else:
+        _forward[False](y, x, w, b, scratch, size.G, s)
 
 
 def winograd_backward_input(
@@ -390,40 +354,40 @@ def winograd_backward_input(
     size: Conv,
     ph: Int,
     pw: Int,
-    of: Int,  # m
 ):
     """Writes the gradient of x without its frame. The sum over K in parts."""
-    comptime for m in range(2, 5, 2):
-        if of == m:
-            var s = _back(size, ph, pw, size.K)
-            _backward[m, True](dx, dy, w, scratch, size.G, s, size.K, 0, PARTS)
+    var s = _back(size, ph, pw, size.K)
+    _backward[True](dx, dy, w, scratch, size.G, s, size.K, 0, PARTS)
 
 
 def winograd_backward_input_parts(
-    dz: Ptr,  # (G, tiles, n n, C, L), in blocks of tiles
+    dz: Ptr,  # (G, tiles, N N, C, L), in blocks of tiles
     dy: Ptr,  # (G, the output channels of the parts, P, Q, L)
     w: Ptr,  # (K, C, 3, 3), all of it
     scratch: Ptr,
     size: Conv,
     ph: Int,
     pw: Int,
-    of: Int,  # m
     part: Int,
     parts: Int,
 ):
     """The sum over K of `parts` parts (1, 2 or 4) from `part` on; winograd_backward_input_end finishes it."""
     var held = cut(size.K, part + parts) - cut(size.K, part)
-    comptime for m in range(2, 5, 2):
-        if of == m:
-            var s = _back(size, ph, pw, held)
-            _backward[m, False](dz, dy, w, scratch, size.G, s, size.K, part, parts)
+    _backward[False](dz, dy, w, scratch, size.G, _back(size, ph, pw, held), size.K, part, parts)
 
 
-def winograd_backward_input_end(dx: Ptr, dz: Ptr, size: Conv, ph: Int, pw: Int, of: Int):
+def winograd_backward_input_end(dx: Ptr, dz: Ptr, size: Conv, ph: Int, pw: Int):
     """The gradient of x from the sum of all parts."""
-    comptime for m in range(2, 5, 2):
-        if of == m:
-            _end[m](dx, dz, size.G, _back(size, ph, pw, size.K))
+    var s = _back(size, ph, pw, size.K)
+    for g in range(size.G):
+        var dxg = dx.unsafe_offset(g * s.O * s.P * s.Q * LANES)
+        var first = 0
+        comptime for k in range(len(TILES)):
+            comptime nb = materialize[TILES]()[k]
+            while first + nb <= s.tiles():
+                var at = (g * s.tiles() + first) * N * N * s.O * LANES
+                _write[nb, False](dxg, dz.unsafe_offset(at), None, first, s)
+                first += nb
 
 
 def ops() -> List[Op]:
@@ -431,28 +395,28 @@ def ops() -> List[Op]:
     return [
         Op(
             "winograd_forward",
-            "y; x, w, b, ~scratch; G, C, H, W, K, R, T, S, ph, pw, m, relu",
+            "y; x, w, b, ~scratch; G, C, H, W, K, R, T, S, ph, pw, relu",
             call[winograd_forward],
             "rounds lanes",
             _scratch[6],
         ),
         Op(
             "winograd_backward_input",
-            "dx; dy, w, ~scratch; G, C, H, W, K, R, T, S, ph, pw, m",
+            "dx; dy, w, ~scratch; G, C, H, W, K, R, T, S, ph, pw",
             call[winograd_backward_input],
             "rounds lanes",
             _scratch[5],
         ),
         Op(
             "winograd_backward_input_parts",
-            "dz; dy, w, ~scratch; G, C, H, W, K, R, T, S, ph, pw, m, part, parts",
+            "dz; dy, w, ~scratch; G, C, H, W, K, R, T, S, ph, pw, part, parts",
             call[winograd_backward_input_parts],
             "lanes",
             _scratch[5],
         ),
         Op(
             "winograd_backward_input_end",
-            "dx; dz; G, C, H, W, K, R, T, S, ph, pw, m",
+            "dx; dz; G, C, H, W, K, R, T, S, ph, pw",
             call[winograd_backward_input_end],
             "lanes",
         ),

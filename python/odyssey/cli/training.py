@@ -566,7 +566,7 @@ def results_of(
         **values_of(history, ("train_loss", "steps", "samples_per_second", "seconds", *SENT)),
         "epochs": len(history.records),
         "world_size": ranks.world.size,
-        **values_of(trainer, ("workers", "threads", "device", "shard_size")),
+        **values_of(trainer, ("workers", "threads", "device", "shard_size", "conv_algorithm")),
         "weights_sha256": weights_hash,
         "mesh": values_of(trainer.mesh, ("dp", "pp", "tp")),
         "memory_bytes": trainer.memory(),

@@ -28,7 +28,7 @@ ABSOLUTE, PARAMS, GRADS, WORK = range(4)
 ALIGNMENT = 64  # bytes; one vector of 16 floats
 #: Counts the changes of kernels that gave trainings other bits (CHANGELOG.md). A checkpoint says
 #: which made it.
-KERNELS = 6
+KERNELS = 7
 
 
 def numbers(names: str) -> list[tuple[str, Any]]:

@@ -1,10 +1,10 @@
 """Products of an input and the weights of a layer: convolutions and linear layers, and which
 kernels compute them.
 
-Letters as in functional.py. A record's dtype says how its operands are rounded (precision.py). A
-convolution of 3 x 3 with stride 1 is computed directly, or by Winograd's algorithm
-(mojo/kernels/winograd.mojo) where `conv_algorithm` says so; the shape of the whole layer and that
-setting alone decide.
+Letters as in functional.py. A record's dtype says how its operands are rounded (precision.py). On
+CPUs, large convolutions of 3 x 3 with stride 1 are computed by Winograd's algorithm
+(mojo/kernels/winograd.mojo) unless `conv_algorithm` is "direct". The shape of the whole layer and
+that setting alone decide, so the results don't depend on cores, ranks or the speed of a machine.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from .program import ONNX, Memory, OwnMemory, current
 from .shapes import adjoint, as_image, as_tensor, batched, reshape, tokens
 from .tape import Tensor, attach, empty, make, to_lanes, to_rows
 
-AUTO = "direct"  # what conv_algorithm="auto" stands for; docs/kernels.md has the errors of both
-LEAST = 8  # channels of x and of y, height and width of y that gain by Winograd's algorithm
-LARGE = 16  # height and width of y from which on its tiles have 4 x 4 outputs instead of 2 x 2
+# Winograd's algorithm is slower for smaller convolutions; docs/kernels.md has the measurements.
+WINOGRAD_CHANNELS = 32  # the least of x and of y
+WINOGRAD_PIXELS = 7  # the least height and width of y
+TILE = 4  # height and width of a tile of y, as in mojo/kernels/winograd.mojo
 
 
 def grad_memory(name: str, p: Tensor | None, size: int = 0) -> Memory:
@@ -107,9 +108,9 @@ def conv2d(
         dilation: pixels from one tap of a kernel to the next.
         groups: runs of channels of x, each of which a run of channels of y reads. With these two,
             products are float32 in every precision.
-        algorithm: "auto", "direct" or "winograd", which is for 3 x 3 with stride 1, at least 8
-            channels of x and y, y of at least 8 x 8 and float32 products, and leaves others direct;
-            None: the trainer's conv_algorithm.
+        algorithm: "auto", "direct" or "winograd", which is for 3 x 3 with stride 1, at least 32
+            channels of x and y, y of at least 7 x 7 and float32 products, and leaves others direct.
+            "auto" is "winograd" on CPUs and "direct" on GPUs. None: the trainer's conv_algorithm.
 
     Returns (N, K, P, Q) with P = (H + 2 padding - dilation (R - 1) - 1) / stride + 1.
 
@@ -125,12 +126,16 @@ def conv2d(
     frame = pair(padding)
     stride = one("conv2d", "stride", stride)
     dilation = one("conv2d", "dilation", dilation)
-    if _by_winograd(
-        algorithm,
-        weight.shape,
-        stride,
-        [n + 2 * p for n, p in zip(x.shape[2:], frame, strict=True)],
-    ) and (dilation == groups == 1 and x.shape[1] == weight.shape[1] and min(frame) >= 0):
+    height, width = (n + 2 * p - 2 for n, p in zip(x.shape[2:], frame, strict=True))
+    if (
+        _chosen_algorithm(algorithm) == "winograd"
+        and fits_winograd(weight.shape)
+        and min(height, width) >= WINOGRAD_PIXELS
+        and stride == dilation == groups == 1
+        and x.shape[1] == weight.shape[1]
+        and min(frame) >= 0
+        and product_precision() == "fp32"
+    ):
         _check_bias("conv2d", bias, weight)
         return _winograd(x, weight, bias, *frame)
     return _direct("conv2d", x, weight, weight.shape, bias, stride, padding, dilation, groups)
@@ -211,27 +216,31 @@ def _direct(
     return attach(y, (x, weight, weight if bias is None else bias), backward, name=op)
 
 
-def _by_winograd(
-    algorithm: str | None, weight: tuple[int, ...], stride: int, framed: list[int]
-) -> bool:
-    """Returns whether a convolution of an input with these height and width, frame included, is
-    one of Winograd's.
+def fits_winograd(weight: tuple[int, ...]) -> bool:
+    """Returns whether a weight of this shape is one for Winograd's algorithm, if y is large
+    enough.
     """
-    chosen = current().conv_algorithm if algorithm is None else algorithm
+    return len(weight) == 4 and weight[2:] == (3, 3) and min(weight[:2]) >= WINOGRAD_CHANNELS
+
+
+def _chosen_algorithm(algorithm: str | None) -> str:
+    """Returns "direct" or "winograd" for an argument of conv2d.
+
+    Raises ConfigError: it is another algorithm, or Winograd's on a GPU.
+    """
+    executor = current()
+    chosen = executor.conv_algorithm if algorithm is None else algorithm
     if chosen not in CONV_ALGORITHMS:
         raise ConfigError(
             f"[conv2d] algorithm is {chosen!r}; choose from {', '.join(CONV_ALGORITHMS)}"
         )
-    if (AUTO if chosen == "auto" else chosen) == "direct":
-        return False
-    if current().gpu:
+    if chosen == "auto":
+        return "direct" if executor.gpu else "winograd"
+    if chosen == "winograd" and executor.gpu:
         raise ConfigError(
             "[conv2d] algorithm is 'winograd', which CPUs have; use 'direct' or 'auto' on a GPU"
         )
-    fits = (
-        weight[2:] == (3, 3) and stride == 1 and min(*weight[:2], *(n - 2 for n in framed)) >= LEAST
-    )
-    return fits and product_precision() == "fp32"
+    return chosen
 
 
 def _winograd(x: Tensor, weight: Tensor, bias: Tensor | None, ph: int, pw: int) -> Tensor:
@@ -246,7 +255,7 @@ def _winograd(x: Tensor, weight: Tensor, bias: Tensor | None, ph: int, pw: int) 
     (n, c, h, w) = x.shape
     y = empty((n, k, h + 2 * ph - 2, w + 2 * pw - 2), x.layout)
     sizes = (g, c, h + 2 * ph, w + 2 * pw, k, 3, 3, 1)
-    frame = (ph, pw, 4 if min(y.shape[2:]) >= LARGE else 2)
+    frame = (ph, pw)
     memory = y.memory, x.memory, weight.memory, bias_memory(bias, k)
     current().emit("winograd_forward", *memory, *sizes, *frame, 0)
 

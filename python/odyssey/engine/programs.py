@@ -527,6 +527,12 @@ class Programs:
         self._seen_version = -1
         self._dropped_change = ""
 
+    def use_algorithm(self, conv_algorithm: str) -> None:
+        """Sets how convolutions are computed from now on."""
+        if conv_algorithm != self.conv_algorithm:
+            self.conv_algorithm = conv_algorithm
+            self.forget()
+
     def told(self, recording: Recording, index: int, samples: int, form: Form) -> str:
         """Returns op number `index` of a program in words, with its layer and source line.
 

@@ -281,6 +281,7 @@ def onnx_model(model: Module, sample_shape: tuple[int, ...] = (), columns: Any =
         )
     arena = Arena.of(model.named_parameters(), model.named_buffers())
     recorder = Recorder(arena, 4 * arena.size, SAMPLES)
+    recorder.conv_algorithm = "direct"  # ONNX has one kind of convolution
     with in_mode(model, False), using(recorder), no_grad():
         x = empty((SAMPLES, *sample_shape), "lanes")
         y = model(x)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.native import PARAMS
+from ..core.products import TILE
 from ..core.program import Memory, OwnMemory, Range, Record, Slot
 from ..errors import ConfigError
 from .mesh import PARTS
@@ -428,7 +429,7 @@ class _Rewriter:
             )
         else:
             full_sizes = [a[name] for name in r.declared.sizes]
-            winograd = "m" in a  # adds what dx is made of afterwards
+            winograd = "ph" in a  # adds what dx is made of afterwards
             features = _transformed(a) if winograd else inputs
             node = self._slot(g, features)
             dys = self._ensure_split(a["dy"], r, g, ranges)
@@ -598,8 +599,8 @@ def _pixels(a: Mapping[str, Any]) -> int:
 
 def _transformed(a: Mapping[str, Any]) -> int:
     """Numbers per sample that are added in the gradient of the input of a Winograd convolution."""
-    tiles = [-(-(a[size] - 2 * a[frame]) // a["m"]) for size, frame in (("H", "ph"), ("W", "pw"))]
-    return math.prod(tiles) * (a["m"] + 2) ** 2 * a["C"]
+    tiles = [-(-(a[size] - 2 * a[frame]) // TILE) for size, frame in (("H", "ph"), ("W", "pw"))]
+    return math.prod(tiles) * (TILE + 2) ** 2 * a["C"]
 
 
 def _times(ranges: tuple[Run, ...], n: int) -> tuple[Run, ...]:

@@ -281,10 +281,10 @@ class Training(ReductionSettings):
     conv_algorithm: str = setting(
         DATA,
         "auto",
-        "how 3 x 3 convolutions of stride 1 are computed: directly (auto as well), or on CPUs in "
-        "fp32 from 8 channels and 8 x 8 pixels on by Winograd's algorithm",
+        "how 3 x 3 convolutions of stride 1 are computed: directly, or on CPUs in fp32 from 32 "
+        "channels and 7 x 7 pixels on by Winograd's algorithm",
+        "the checkpoint's, else winograd on CPUs and direct on GPUs",
         choices=recipes.CONV_ALGORITHMS,
-        checkpoint="convolution algorithm",
     )
     scaler_init_scale: float = setting(
         DATA,

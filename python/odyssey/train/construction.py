@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ from ..base import launcher
 from ..comm.cores import default_threads
 from ..compile import gpus
 from ..core.fingerprint import hash_of
+from ..core.products import fits_winograd
 from ..errors import ConfigError, DeviceError, check_kind
 from ..nn import CrossEntropyLoss, Module, PipelineParallel
+from ..nn.module import Parameter
 from ..optim import Optimizer
 from ..parallel.mesh import PARTS, Mesh
 from ..parallel.strategy import MODES, Strategy
@@ -64,6 +67,20 @@ def completed(
     )
     declaration.check(Training, {"pipeline_schedule": settings.pipeline_schedule})
     return settings
+
+
+def conv_algorithm_of(settings: Training, parameters: Iterable[Parameter]) -> str:
+    """Returns how convolutions are computed: "direct" or "winograd".
+
+    "auto" is Winograd's algorithm for models that have a convolution for it, and only on CPUs and
+    in fp32.
+
+    settings: completed.
+    """
+    if settings.conv_algorithm != "auto":
+        return settings.conv_algorithm
+    allowed = settings.device == "cpu" and settings.precision == "fp32"
+    return "winograd" if allowed and any(fits_winograd(p.shape) for p in parameters) else "direct"
 
 
 def make_strategy(settings: Training, mesh: Mesh) -> Strategy:

@@ -359,9 +359,11 @@ class EngineChecks(RankChecks):
     def expect(self, snapshot: Any, name: str, *, exactly: bool) -> None:
         """The next step of this epoch must compute what the checkpoint says, unless callbacks of
         an epoch's start may have changed what forward() reads beyond attributes (not
-        `exactly`). snapshot: None: no checkpoint says.
+        `exactly`), or other kernels made it. snapshot: None: no checkpoint says.
         """
-        saved = None if snapshot is None else snapshot.values.get("changed", {}).get("program")
+        saved = None
+        if snapshot is not None and resume.has_same_kernels(snapshot):
+            saved = snapshot.values.get("changed", {}).get("program")
         self._expected_program = (saved, name, exactly) if isinstance(saved, dict) else None
 
     def _check_expected_program(self, batch: Batch) -> None:

@@ -17,12 +17,14 @@ from .. import errors
 from ..base.files import parse_json
 from ..base.paths import expand_path
 from ..capture import NotAValue, encode
+from ..core.native import KERNELS
 from ..core.offload import maker
 from ..data import ArrayDataset, Vocabulary
 from ..data.datasets import digest
 from ..data.nested import leaves
 from ..data.sources import fingerprint
 from ..errors import CheckpointError, ConfigError, OdysseyError
+from ..settings.recipes import CONV_ALGORITHMS
 
 if TYPE_CHECKING:
     from ..callbacks import Callback
@@ -41,8 +43,8 @@ _ARRAY = "\0sent array"  # the key in JSON for the dtype and shape of an array t
 EARLIER = ("history", "records")
 # the file of a checkpoint with the arrays of what the state_dict() of callbacks returns
 CALLBACK_ARRAYS = "callbacks"
-# the values of settings in checkpoints that are older than the setting
-OLD_DEFAULTS = {"convolution algorithm": "auto"}
+# the key in the configuration of a checkpoint for how convolutions are computed
+CONV_ALGORITHM = "convolution algorithm"
 #: The advice for users who changed settings on purpose.
 ANEW = (
     "take its weights alone into a new training (resume='weights', --resume weights), or start "
@@ -115,6 +117,38 @@ def _digest_samples(data: Any) -> str:
     return digest(*leaves(data.gather(np.array(indices))))
 
 
+def conv_algorithm_of(configuration: dict[str, Any], name: str) -> str:
+    """Returns how convolutions were computed before a checkpoint: "direct" or "winograd".
+
+    Checkpoints of kernels before 7 may have "auto" or nothing. Both meant "direct".
+
+    Args:
+        configuration: of the checkpoint.
+        name: of the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: It is another algorithm.
+    """
+    algorithm = configuration.get(CONV_ALGORITHM, "auto")
+    if algorithm not in CONV_ALGORITHMS:
+        raise CheckpointError(
+            f"[resume] {name} has the {CONV_ALGORITHM} {algorithm!r}, which this version doesn't "
+            f"have; use another checkpoint, or {ANEW}"
+        )
+    return "direct" if algorithm == "auto" else algorithm
+
+
+def has_same_kernels(snapshot: Snapshot) -> bool:
+    """Returns whether these kernels compute the same bits as those that a checkpoint was made with.
+
+    Kernels 7 differ from kernels 6 only in which convolutions Winograd's algorithm computes.
+    """
+    kernels = snapshot.values.get("kernels", 1)
+    configuration = snapshot.values.get("configuration") or {}
+    is_direct = configuration.get(CONV_ALGORITHM, "auto") != "winograd"
+    return kernels == KERNELS or (kernels == 6 and is_direct)
+
+
 def check(saved: dict[str, Any], current: dict[str, Any], name: str) -> None:
     """Compares the settings that a checkpoint was made with to the current ones.
 
@@ -128,8 +162,6 @@ def check(saved: dict[str, Any], current: dict[str, Any], name: str) -> None:
     for key, value in current.items():
         if key not in saved and key in OPTIONAL_KEYS:
             continue
-        if key not in saved and key in OLD_DEFAULTS:
-            saved = {**saved, key: OLD_DEFAULTS[key]}
         if key not in saved:
             raise ConfigError(
                 f"[resume] {name} says nothing of the {key}; use --resume never, or another "

@@ -7,6 +7,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from ..capture import Capture
 from ..core import fingerprint, setting_versions
 from ..core.arena import Arena
 from ..core.native import KERNELS
+from ..core.program import Record
 from ..engine.layout import Layout
 from ..errors import CheckpointError, ConfigError, NumericsError
 from ..parallel.mesh import Mesh
@@ -164,14 +166,15 @@ class EngineState:
 
     @property
     def plan(self) -> str:
-        """How odyssey has cut the model over ranks, and which shards run together.
+        """How odyssey has cut the model over ranks, which shards run together, and how many
+        convolutions Winograd's algorithm computes.
 
         It is known after the first step.
         """
-        runners = self.engine.runners[-1:]
-        return "\n".join(
-            [*self.engine.ownership.plans, *(line for r in runners for line in r.plan_lines)]
-        )
+        lines = list(self.engine.ownership.plans)
+        for runner in self.engine.runners[-1:]:
+            lines += [*runner.plan_lines, *_describe_convolutions(runner.programs[0].records)]
+        return "\n".join(lines)
 
     def memory(self) -> dict[str, int]:
         """Bytes that training takes on this rank: parameters, gradients and their reduction,
@@ -291,6 +294,7 @@ class EngineState:
                 ],
                 "reduction": "tree" if strategy.same_bits else repr(strategy),
                 **of_checkpoint(self.settings),
+                resume.CONV_ALGORITHM: self.engine.programs.conv_algorithm,
                 "schedule": built["schedule"],
                 **(self.feed.configuration or {"accumulation": self.settings.accumulation_steps}),
             }
@@ -400,6 +404,10 @@ class EngineState:
         arena = self.arena
         now = self.configuration()
         saved = _entry(values, "configuration", name)
+        algorithm = resume.conv_algorithm_of(saved, name)
+        saved = {**saved, resume.CONV_ALGORITHM: algorithm}
+        if self.settings.conv_algorithm == "auto":
+            now[resume.CONV_ALGORITHM] = algorithm
         own_size = self.layout.shard_size
         size = saved.get("shard size") if own_size is None else own_size
         if saved.get("shard size") is None:  # made before the first step: it had none yet
@@ -411,10 +419,11 @@ class EngineState:
             raise CheckpointError(
                 f"[resume] {name} has the shard size {size!r}; it was not written by a trainer"
             )
-        kernels = values.get("kernels", 1)
-        if kernels != KERNELS:
+        self._resume_algorithm(algorithm, name)
+        if not resume.has_same_kernels(snapshot):
             self.say(
-                f"[resume] {name} was made with kernels {kernels}, these are {KERNELS}: from here "
+                f"[resume] {name} was made with kernels {values.get('kernels', 1)}, these are "
+                f"{KERNELS}: from here "
                 "on the bits may be others than those of a training that was never stopped"
             )
         else:
@@ -455,6 +464,20 @@ class EngineState:
         self.restore_captured(snapshot, name, final=False)
         self.sharing.shard_size = size
         self.stepper.steps = snapshot.step
+
+    def _resume_algorithm(self, algorithm: str, name: str) -> None:
+        """Computes convolutions as before the checkpoint, if the user left that to odyssey."""
+        if self.settings.conv_algorithm != "auto":
+            return
+        if algorithm == "winograd" and self.settings.device == "gpu":
+            self.say(
+                f"[resume] {name} was made with Winograd's algorithm, which GPUs don't have: from "
+                "here on convolutions are computed directly, and results differ from a run that "
+                "stays on CPUs"
+            )
+            return
+        for engine in (self.engine, self.stepper.evaluation_engine):
+            engine.programs.use_algorithm(algorithm)
 
     def restore_captured(self, snapshot: Snapshot, name: str, final: bool) -> None:
         """Restores what the walk has captured; checkpoints before 0.3 have nothing of it.
@@ -533,6 +556,14 @@ class EngineState:
         if groups.pp.size == 1:
             return memories
         return {0: memories[groups.p]} if groups.p in memories else {}
+
+
+def _describe_convolutions(records: list[Record]) -> list[str]:
+    """Returns a line about the convolutions by Winograd's algorithm, if there are any."""
+    counts = Counter(record.op for record in records)
+    tiled = counts["winograd_forward"]
+    whole = tiled + counts["conv2d_forward"] + counts["conv2d_general_forward"]
+    return [f"Winograd's algorithm computes {tiled} of {whole} convolutions"] if tiled else []
 
 
 def _entry(values: dict[str, Any], key: str, name: str) -> dict[str, Any]:

@@ -139,7 +139,7 @@ class Saved:
     name: str
     step: int
     vocabulary: dict[str, str] | None = None  # of text (data.Vocabulary.restored)
-    algorithm: str = "auto"  # conv_algorithm of its training
+    algorithm: str = "direct"  # conv_algorithm of its training
 
 
 def find_checkpoint(path: str | Path) -> tuple[Snapshot, str]:
@@ -189,7 +189,7 @@ def opened(path: str | Path, model: nn.Module | None = None) -> Saved:
         name=name,
         step=snapshot.step,
         vocabulary=settings.get("vocabulary"),
-        algorithm=settings.get("convolution algorithm") or "auto",
+        algorithm=resume.conv_algorithm_of(settings, name),
     )
 
 

@@ -220,7 +220,9 @@ class DistributedTrainer(Trainer):
         """Returns the engines for training and for evaluation; sets the mode."""
         common: dict[str, Any] = {
             "precision": self.settings.precision,
-            "conv_algorithm": self.settings.conv_algorithm,
+            "conv_algorithm": construction.conv_algorithm_of(
+                self.settings, (p for _, p in self.arena.named)
+            ),
             "metrics": None if self.metrics is None else self._summed_metrics,
             "weight": self.weight,
             "team": team,
@@ -475,9 +477,8 @@ class DistributedTrainer(Trainer):
             self.feed.without_trace(loader, self.context),
         ):
             batches = evaluated(loader, None)
-            algorithm = self.settings.conv_algorithm
             return trained_models.predicted(
-                self.model, batches, self.comm, self.shard_size, algorithm
+                self.model, batches, self.comm, self.shard_size, self.conv_algorithm
             )
 
     # --- the learning rate ---
@@ -532,8 +533,14 @@ class DistributedTrainer(Trainer):
         self.training_state.save_weights(path)
 
     @property
+    def conv_algorithm(self) -> str:
+        """How convolutions are computed: "direct", or "winograd" where it is faster."""
+        return self.stepper.engine.programs.conv_algorithm
+
+    @property
     def plan(self) -> str:
-        """How odyssey has cut the model over ranks, and which shards run together.
+        """How odyssey has cut the model over ranks, which shards run together, and how many
+        convolutions Winograd's algorithm computes.
 
         It is known after the first step.
         """
