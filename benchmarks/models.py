@@ -3,7 +3,7 @@ PyTorch's.
 
 A case is MODEL:BATCH, with each number of threads and each precision. The sides take turns in one
 process, which has one core for one thread: ours, at its defaults unless --shard-size is given,
-ResNet-18 in fp32 also with Winograd's convolutions; PyTorch eager, with the channels-last memory
+ResNet-18 in fp32 also with direct convolutions only; PyTorch eager, with the channels-last memory
 format (images), and under torch.compile if there is a C++ compiler; all with the fused optimizer,
 on ready tensors, and malloc keeps large blocks (MALLOC_*). bf16 is torch.autocast there. "ratio" is
 the time of PyTorch's fastest side / ours, the median over turns; "% of peak" is of the FMA peak
@@ -198,7 +198,7 @@ def operations(record: Any, sizes: tuple[str, ...], lanes: float) -> float:
     given = dict(zip(sizes, record.args[len(record.args) - len(sizes) :], strict=False))
     if record.op.startswith("linear_"):
         return 2.0 * lanes * given["G"] * given["I"] * given["O"]
-    if record.op.startswith("conv2d_"):
+    if record.op.startswith(("conv2d_", "winograd_")):
         p, q = ((given[n] - given[k]) // given["S"] + 1 for n, k in (("H", "R"), ("W", "T")))
         return 2.0 * lanes * given["G"] * given["C"] * given["K"] * given["R"] * given["T"] * p * q
     if record.op.startswith("attention_"):
@@ -243,7 +243,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     step, trainer, dataset = ours(name, batch, threads, precision, options.shard_size)
     sides: dict[str, Step] = {"ours": step}
     if name == "resnet18" and precision == "fp32":
-        sides["winograd"] = ours(name, batch, threads, precision, options.shard_size, "winograd")[0]
+        sides["direct"] = ours(name, batch, threads, precision, options.shard_size, "direct")[0]
     theirs: dict[str, int] = {}
     missing = ""
     if common.have_torch():
@@ -288,7 +288,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "peak": theirs.get("peak"),
     }
     others = {
-        key: seconds for key, seconds in row["seconds"].items() if key not in ("ours", "winograd")
+        key: seconds for key, seconds in row["seconds"].items() if key not in ("ours", "direct")
     }
     if others:
         row["fastest"] = min(others, key=others.__getitem__)
@@ -306,11 +306,11 @@ def show(rows: list[dict[str, Any]], kinds: list[str]) -> str:
         "",
         "ours ms",
         "% of peak",
-        "Winograd ms",
+        "direct ms",
         *(f"{kind} ms" for kind in kinds),
     ]
-    headers += ["ratio", "Winograd's", "% of peak"]
-    shown = ("winograd", *kinds)
+    headers += ["ratio", "direct's", "% of peak"]
+    shown = ("direct", *kinds)
     lines = []
     for row in rows:
         line = [
@@ -326,7 +326,7 @@ def show(rows: list[dict[str, Any]], kinds: list[str]) -> str:
         ]
         fastest = row.get("fastest")
         line += [
-            common.number(row[k]["median"], 2) if k in row else None for k in ("ours", "winograd")
+            common.number(row[k]["median"], 2) if k in row else None for k in ("ours", "direct")
         ]
         line += [common.number(100 * row["share"][fastest], 1)] if fastest else []
         memory = (row["activations"][key] for key in ("ours", "kept", "peak"))

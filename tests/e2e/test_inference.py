@@ -139,8 +139,8 @@ class Deep(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
-        self.fc, self.loss = nn.Linear(8 * 144, 5), nn.CrossEntropyLoss()
+        self.conv1, self.conv2 = nn.Conv2d(1, 32, 3, padding=1), nn.Conv2d(32, 32, 3, padding=1)
+        self.fc, self.loss = nn.Linear(32 * 144, 5), nn.CrossEntropyLoss()
 
     def forward(self, x):
         return self.fc(F.flatten(F.relu(self.conv2(F.relu(self.conv1(x))))))

@@ -90,9 +90,7 @@ def parallel_net() -> nn.Module:
 
 
 class Blocks(nn.Module):
-    """Batch norm, groups, a stride beside a 1 x 1 convolution, 3 x 3 convolutions for Winograd's
-    algorithm.
-    """
+    """Batch norm, groups, a stride beside a 1 x 1 convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,6 +107,21 @@ class Blocks(nn.Module):
         x = F.relu(self.norm1(self.conv1(self.conv0(x))))
         x = F.relu(self.norm2(self.conv2(x)) + self.norm3(self.short(x)))
         return self.fc(x.mean((2, 3)))
+
+
+class Filters(nn.Module):
+    """Convolutions for Winograd's algorithm, with tiles that are whole or cut at the border, after
+    one with too few channels.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv0, self.conv1 = nn.Conv2d(3, 32, 3), nn.Conv2d(32, 33, 3, padding=1, bias=False)
+        self.conv2, self.fc = nn.Conv2d(33, 34, 3), nn.Linear(34, 7)
+
+    def forward(self, x):
+        x = F.max_pool2d(F.relu(self.conv1(F.relu(self.conv0(x)))), 2, 1)
+        return self.fc(F.relu(self.conv2(x)).mean((2, 3)))
 
 
 class Encoder(nn.Module):
@@ -160,6 +173,7 @@ def build(name: str) -> nn.Module:
         "wide": Wide,
         "parallel": parallel_net,
         "blocks": Blocks,
+        "filters": Filters,
         "encoder": Encoder,
         "gpt": gpt,
     }
@@ -234,8 +248,9 @@ def runs() -> Iterator[tuple[str, Callable[[], str]]]:
                 f"{model} {precision} adamw",
                 lambda m=model, p=precision: train(m, p, "adamw", batch=20, shard_size=7),
             )
-    for algorithm in ("direct", "winograd"):
-        yield f"blocks fp32 {algorithm}", lambda a=algorithm: train("blocks", conv_algorithm=a)
+    yield "blocks fp32 direct", lambda: train("blocks", conv_algorithm="direct")
+    for algorithm in ("auto", "direct", "winograd"):
+        yield f"filters fp32 {algorithm}", lambda a=algorithm: train("filters", conv_algorithm=a)
     yield "parallel shared by 2", lambda: shared(2)
     yield "parallel adam shared by 2", lambda: shared(2, optimizer="adam")
     yield "parallel shared by 4", lambda: shared(4)

@@ -45,8 +45,8 @@ class Filtered(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 9, 3), nn.Conv2d(9, 8, 3, padding=1)
-        self.conv3, self.fc = nn.Conv2d(8, 11, 3, padding=1), nn.Linear(11 * 36, 40)
+        self.conv1, self.conv2 = nn.Conv2d(1, 33, 3), nn.Conv2d(33, 32, 3, padding=1)
+        self.conv3, self.fc = nn.Conv2d(32, 35, 3, padding=1), nn.Linear(35 * 36, 40)
 
     def forward(self, x):
         x = F.relu(

@@ -551,13 +551,11 @@ def convolutional(random: Random) -> Network:
 
 @draw("network", 1.5)
 def filtered(random: Random) -> Network:
-    """Convolutions that Winograd's algorithm fits, with tiles of both sizes, whole or cut at the
-    border.
-    """
+    """Convolutions that Winograd's algorithm fits, with tiles that are whole or cut at the border."""
     shape = (random.integer(1, 3), random.integer(9, 20), random.integer(9, 20))
     draft = Draft(random, shape)
     for _ in range(random.integer(2, 3)):
-        (c, h, w), k, padding = draft.shape, random.integer(8, 13), random.one([0, 1, 1, 2])
+        (c, h, w), k, padding = draft.shape, random.integer(32, 37), random.one([0, 1, 1, 2])
         out = (k, h + 2 * padding - 2, w + 2 * padding - 2)
         draft.put("conv", c, k, (3, 3), 1, padding, random.chance(0.7), shape=out)
         draft.activation()
