@@ -3,17 +3,18 @@ training see the difference?
 
 Pairs of trainings from the same weights, the same samples in the same order, one thread, float32;
 Fashion-MNIST. Loss and accuracy of held-out pictures are measured after so many steps. Winograd's
-algorithm may be the default if, at each of them, the mean difference of the loss within the pairs
-is smaller than the standard deviation of direct's losses between seeds, and accuracies differ by
-less than half a point. A line of JSON per training is appended to a file, so that a run that was
-cut short goes on; `--torch` adds PyTorch's curve of each seed, from the same weights.
+algorithm is the default (docs/kernels.md), so its losses must be no worse: at each of them, the
+mean loss may exceed that of direct convolutions by at most the standard deviation of direct's
+losses between seeds, and the mean accuracy may be at most half a point lower. A line of JSON per
+training is appended to a file, so that a run that was cut short goes on; `--torch` adds PyTorch's
+curve of each seed, from the same weights.
 
     python benchmarks/convolution_curves.py --seeds 6 --output curves.jsonl [--torch] [--data-dir
     DIR] [--size 16]
 
 A training of 2,000 steps on pictures of 28 x 28 takes some 30 minutes of a core. On 16 x 16, a
-third of that, Winograd's algorithm has the layers of 64 channels in tiles of 4 x 4 and those of 128
-in tiles of 2 x 2; the others are too small for it.
+third of that, Winograd's algorithm has the layers of 64 and 128 channels; the others are too small
+for it.
 """
 
 from __future__ import annotations
@@ -149,11 +150,11 @@ def verdict(runs: list[dict[str, Any]]) -> list[str]:
             for name, of in (("direct", direct), ("winograd", other), ("torch", theirs))
             if of
         ]
-        passed = abs(loss) < between and abs(right) < 0.5
+        passed = loss < between and right > -0.5
         lines.append(
             f"step {at}, {len(seeds)} pairs: loss {loss:+.4f} (between seeds {between:.4f}), "
             f"accuracy {right:+.2f} "
-            f"points -> {'within' if passed else 'NOT within'}; means: {'; '.join(means)}"
+            f"points -> {'no worse' if passed else 'WORSE'}; means: {'; '.join(means)}"
         )
     return lines
 
