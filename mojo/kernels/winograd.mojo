@@ -4,7 +4,8 @@ F(4 x 4, 3 x 3) after Winograd (1980) and Lavin and Gray (2016): the image is cu
 inputs of a tile become 36 sums of theirs, each 3 x 3 kernel as many sums of its weights; these are multiplied and added over
 the input channels, 36 products per tile and pair of channels instead of 144; and sums of the results are the outputs. In
 lanes no transform needs a shuffle. The gradient of the input is the same with the kernels turned by half a circle, and x
-and y changed about. Padding is read as zeros and never stored.
+and y changed about. Padding is read as zeros and never stored. A few samples in rows have a forward pass of their own, whose
+vectors hold 16 tiles; its sums have the same order.
 
 Which convolutions are computed so, products.py says; it depends on their shape alone. Each sum over channels is one chain
 per output channel and tile; in the gradient of the input it is cut in parts (parts.mojo) before the last transform, so that
@@ -14,8 +15,9 @@ processes which share a layer add the parts there (`*_parts`, `*_end`). Bits the
 from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 
+from .buffers import fill
 from .conv2d import Conv
-from .lanes import F32, LANES, REGISTERS, Ptr, Vec, load, load_first, madd, splat, store, store_first
+from .lanes import F32, LANES, REGISTERS, Ptr, Vec, load, load_first, madd, splat, store, store_first, store_part
 from .layout import transpose
 from .op import Op, call
 from .parts import PARTS, cut, fold
@@ -153,6 +155,51 @@ def _framed(to: Ptr, x: Ptr, h: Int, w: Int, H: Int, W: Int):
             store(to, (r * N + c) * LANES, d)
 
 
+@always_inline
+def _transform(v: Ptr, x: Array[Vec, N * N], at: Int, step: Int):
+    """Makes the sums of a tile x, each of them `step` floats after the one before."""
+    var t = Array[Vec, N * N](fill=Vec(0))
+    comptime for c in range(N):
+        var d = Array[Vec, N](fill=Vec(0))
+        comptime for r in range(N):
+            d[r] = x[r * N + c]
+        var y = _of_input(d)
+        comptime for r in range(N):
+            t[r * N + c] = y[r]
+    comptime for r in range(N):
+        var d = Array[Vec, N](fill=Vec(0))
+        comptime for c in range(N):
+            d[c] = t[r * N + c]
+        var y = _of_input(d)
+        comptime for c in range(N):
+            store(v, (r * N + c) * step + at, y[c])
+
+
+@always_inline
+def _outputs[relu: Bool](z: Ptr, at: Int, step: Int, bias: Vec) -> Array[Vec, M * M]:
+    """The outputs of a tile whose sums are `step` floats apart."""
+    var t = Array[Vec, M * N](fill=Vec(0))
+    comptime for c in range(N):
+        var d = Array[Vec, N](fill=Vec(0))
+        comptime for r in range(N):
+            d[r] = load(z, (r * N + c) * step + at)
+        var a = _of_output(d)
+        comptime for r in range(M):
+            t[r * N + c] = a[r]
+    var y = Array[Vec, M * M](fill=Vec(0))
+    comptime for r in range(M):
+        var d = Array[Vec, N](fill=Vec(0))
+        comptime for c in range(N):
+            d[c] = t[r * N + c]
+        var a = _of_output(d)
+        comptime for c in range(M):
+            var e = a[c] + bias
+            comptime if relu:
+                e = e.lt(0).select(Vec(0), e)
+            y[r * M + c] = e
+    return y^
+
+
 def _read[nb: Int](v: Ptr, x: Ptr, first: Int, s: _Images):
     """Makes v (N N, I, nb) of the nb tiles from `first` on of all channels of x."""
     var frame = unsafe_stack_allocation[N * N * LANES, F32, alignment=64]()
@@ -170,21 +217,11 @@ def _read[nb: Int](v: Ptr, x: Ptr, first: Int, s: _Images):
                 _framed(frame, channel, h[j], w[j], s.H, s.W)
                 from_ = frame
                 row = N * LANES
-            var t = Array[Vec, N * N](fill=Vec(0))
-            comptime for c in range(N):
-                var d = Array[Vec, N](fill=Vec(0))
-                comptime for r in range(N):
-                    d[r] = load(from_, r * row + c * LANES)
-                var y = _of_input(d)
-                comptime for r in range(N):
-                    t[r * N + c] = y[r]
+            var tile = Array[Vec, N * N](fill=Vec(0))
             comptime for r in range(N):
-                var d = Array[Vec, N](fill=Vec(0))
                 comptime for c in range(N):
-                    d[c] = t[r * N + c]
-                var y = _of_input(d)
-                comptime for c in range(N):
-                    store(v, (((r * N + c) * s.I + i) * nb + j) * LANES, y[c])
+                    tile[r * N + c] = load(from_, r * row + c * LANES)
+            _transform(v, tile, (i * nb + j) * LANES, s.I * nb * LANES)
 
 
 def _write[nb: Int, relu: Bool](y: Ptr, z: Ptr, b: Optional[Ptr], first: Int, s: _Images):
@@ -199,26 +236,12 @@ def _write[nb: Int, relu: Bool](y: Ptr, z: Ptr, b: Optional[Ptr], first: Int, s:
             var bias = Vec(0)
             if b:
                 bias = splat(b.value(), o)
-            var t = Array[Vec, M * N](fill=Vec(0))
-            comptime for c in range(N):
-                var d = Array[Vec, N](fill=Vec(0))
-                comptime for r in range(N):
-                    d[r] = load(z, (((r * N + c) * s.O + o) * nb + j) * LANES)
-                var a = _of_output(d)
-                comptime for r in range(M):
-                    t[r * N + c] = a[r]
+            var tile = _outputs[relu](z, (o * nb + j) * LANES, s.O * nb * LANES, bias)
             comptime for r in range(M):
-                var d = Array[Vec, N](fill=Vec(0))
-                comptime for c in range(N):
-                    d[c] = t[r * N + c]
-                var a = _of_output(d)
                 if r < rows:
                     comptime for c in range(M):
-                        var e = a[c] + bias
-                        comptime if relu:
-                            e = e.lt(0).select(Vec(0), e)
                         if c < columns:
-                            store(to, (r * s.Q + c) * LANES, e)
+                            store(to, (r * s.Q + c) * LANES, tile[r * M + c])
 
 
 @always_inline
@@ -268,18 +291,121 @@ def _multiply[
                 o += ob
 
 
+# --- a few samples, in rows: lanes hold tiles -------------------------------------------------------------------------
+
+
+def _frame_width(s: _Images) -> Int:
+    """Floats of a row of all tiles of a channel, with their frame."""
+    return ceildiv(s.Q, M) * M + N - M
+
+
+def _frame(s: _Images) -> Int:
+    """Floats of all tiles of a channel, with their frame."""
+    return (ceildiv(s.P, M) * M + N - M) * _frame_width(s)
+
+
+@fieldwise_init
+struct _Spot(TrivialRegisterPassable):
+    """Where a tile is."""
+
+    var sample: Int
+    var p: Int  # its first row and column of y
+    var q: Int
+
+    @staticmethod
+    @always_inline
+    def of(t: Int, s: _Images) -> Self:
+        """The place of tile t of all samples."""
+        var of_sample = t % s.tiles()
+        return Self(t // s.tiles(), s.row(of_sample), s.column(of_sample))
+
+
+def _read_rows[nb: Int](v: Ptr, x: Ptr, frames: Ptr, first: Int, tiles: Int, s: _Images):
+    """Makes v (N N, I, nb) of the nb vectors of tiles from `first` on of all channels of x (samples, I, H, W).
+
+    The frames (samples, ...) are zeros where x has no numbers. The last vector repeats the last tile.
+    """
+    var width = _frame_width(s)
+    var last = min(first + nb * LANES, tiles) - 1
+    var at = Array[Int, nb * LANES](fill=0)
+    for l in range(nb * LANES):
+        var spot = _Spot.of(min(first + l, last), s)
+        at[l] = spot.sample * _frame(s) + spot.p * width + spot.q
+    for i in range(s.I):
+        for sample in range(first // s.tiles(), last // s.tiles() + 1):
+            var channel = x.unsafe_offset((sample * s.I + i) * s.H * s.W)
+            var inside = frames.unsafe_offset(sample * _frame(s) + s.above * width + s.left)
+            for h in range(s.H):
+                for w in range(0, s.W, LANES):
+                    var n = min(s.W - w, LANES)
+                    store_first(inside, h * width + w, load_first(channel, h * s.W + w, n), n)
+        for j in range(nb):
+            var tile = Array[Vec, N * N](fill=Vec(0))
+            comptime for r in range(N):
+                var row = Array[Vec, LANES](fill=Vec(0))
+                comptime for l in range(LANES):
+                    row[l] = load(frames, at[j * LANES + l] + r * width)
+                transpose(row)
+                comptime for c in range(N):
+                    tile[r * N + c] = row[c]
+            _transform(v, tile, (i * nb + j) * LANES, s.I * nb * LANES)
+
+
+def _write_rows[nb: Int, relu: Bool](y: Ptr, z: Ptr, b: Ptr, first: Int, tiles: Int, s: _Images):
+    """Makes the nb vectors of tiles from `first` on of all channels of y (samples, O, P, Q) of z (N N, O, nb)."""
+    for j in range(nb):
+        var start = first + j * LANES
+        for o in range(s.O):
+            var tile = _outputs[relu](z, (o * nb + j) * LANES, s.O * nb * LANES, splat(b, o))
+            transpose(tile)
+            for l in range(min(tiles - start, LANES)):
+                var spot = _Spot.of(start + l, s)
+                var to = y.unsafe_offset((spot.sample * s.O + o) * s.P * s.Q)
+                var columns = min(s.Q - spot.q, M)
+                comptime for r in range(M):
+                    if spot.p + r < s.P:
+                        var part = tile[l].slice[M, offset=r * M]()
+                        store_part[False, M](to, (spot.p + r) * s.Q + spot.q, part, columns)
+
+
+def _forward_rows[relu: Bool](y: Ptr, x: Ptr, w: Ptr, b: Ptr, u: Ptr, samples: Int, s: _Images):
+    var v = u.unsafe_offset(ceildiv(N * N * s.I * s.O, LANES) * LANES)
+    var z = v.unsafe_offset(N * N * s.I * NB * LANES)
+    var frames = z.unsafe_offset(N * N * s.O * NB * LANES)
+    _weights[False](u, w, s.O, s.I, s.I * 9, 9)
+    fill(frames, 0, samples * _frame(s) + LANES)
+    var tiles = samples * s.tiles()
+    var first = 0
+    comptime for k in range(len(TILES)):
+        comptime nb = materialize[TILES]()[k]
+        while first + (nb - 1) * LANES < tiles:
+            _read_rows[nb](v, x, frames, first, tiles, s)
+            _multiply[nb, False](z, v, u, N * N, s, 0, 0, 1)
+            _write_rows[nb, relu](y, z, b, first, tiles, s)
+            first += nb * LANES
+
+
 # --- a convolution ----------------------------------------------------------------------------------------------------
 
 
 def scratch_floats(size: Conv) -> Int:
-    """Of scratch memory that an op wants: the weights, a block of tiles and its sums."""
+    """Of scratch memory that an op in lanes wants: the weights, a block of tiles and its sums."""
     var block = NB * (size.C + size.K) * LANES
     return LANES + N * N * (size.C * size.K + block)
 
 
 def _scratch[at: Int](r: Record, shards: Int, fold: Int) -> Int:
-    """Bytes, for the sizes from argument `at` on: those of Conv."""
-    return 4 * scratch_floats(sizes_of[Conv](r, at))
+    """Bytes, for the sizes from argument `at` on: those of Conv, ph, pw."""
+    var size = sizes_of[Conv](r, at)
+    var rows = 0
+    if r.rows():
+        rows = size.G * _frame(_images(size, r.int(at + 8), r.int(at + 9))) + LANES
+    return 4 * (scratch_floats(size) + rows)
+
+
+def _images(size: Conv, ph: Int, pw: Int) -> _Images:
+    """x and y."""
+    return _Images(size.C, size.H - 2 * ph, size.W - 2 * pw, size.K, size.P(), size.Q(), ph, pw)
 
 
 def _forward[relu: Bool](y: Ptr, x: Ptr, w: Ptr, b: Ptr, u: Ptr, G: Int, s: _Images):
@@ -337,13 +463,24 @@ def winograd_forward(
     ph: Int,
     pw: Int,
     relu: Bool,
+    rows: Bool = False,  # L is 1, and G counts samples
 ):
     """Computes y = x * w + b, x in a frame of zeros; then max(y, 0) if `relu`."""
-    var s = _Images(size.C, size.H - 2 * ph, size.W - 2 * pw, size.K, size.P(), size.Q(), ph, pw)
-    if relu:
+    var s = _images(size, ph, pw)
+    if rows and relu:
+        _forward_rows[True](y, x, w, b, scratch, size.G, s)
+    elif rows:
+        _forward_rows[False](y, x, w, b, scratch, size.G, s)
+    elif relu:
         _forward[True](y, x, w, b, scratch, size.G, s)
     else:
         _forward[False](y, x, w, b, scratch, size.G, s)
+
+
+def _winograd_forward_op(
+    y: Ptr, x: Ptr, w: Ptr, b: Ptr, scratch: Ptr, size: Conv, ph: Int, pw: Int, relu: Bool, r: Record
+):
+    winograd_forward(y, x, w, b, scratch, size, ph, pw, relu, r.rows())
 
 
 def winograd_backward_input(
@@ -396,8 +533,8 @@ def ops() -> List[Op]:
         Op(
             "winograd_forward",
             "y; x, w, b, ~scratch; G, C, H, W, K, R, T, S, ph, pw, relu",
-            call[winograd_forward],
-            "rounds lanes",
+            call[_winograd_forward_op],
+            "rounds",
             _scratch[6],
         ),
         Op(

@@ -16,7 +16,7 @@ from odyssey import DistributedTrainer, data, nn, optim
 from odyssey import functional as F
 from odyssey.comm import mock
 from odyssey.core import native, program
-from odyssey.core.tensor import Tensor
+from odyssey.core.tensor import Tensor, no_grad
 from odyssey.errors import CheckpointError, ConfigError
 from odyssey.nn.module import Parameter
 from odyssey.parallel.mesh import Mesh
@@ -59,6 +59,25 @@ def test_values_and_gradients(shape):
         ("y", "dx", "dw", "db"), (got, x.grad, w.grad, b.grad), (y, *wanted), strict=True
     ):
         assert np.abs(a.numpy() - right).max() < 3e-5 * np.abs(right).max(), name
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_few_samples_without_gradients_have_the_bits_of_many(shape, relu):
+    """Those are computed in rows, whose vectors hold tiles instead of samples."""
+    (_, w, b), _, _ = draw(*shape)
+    rng = np.random.default_rng(7)
+    x = rng.standard_normal((20, *w.shape[1:2], *shape[2:4])).astype(np.float32)
+    weight, bias = Parameter(w), Parameter(b)
+    with no_grad():
+
+        def computed(samples):
+            y = winograd(Tensor(samples), weight, bias, shape[-1])
+            return (F.relu(y) if relu else y).numpy()
+
+        many = computed(x)
+        for n in (1, 2, 3, 4):
+            assert np.array_equal(computed(x[5 : 5 + n]), many[5 : 5 + n]), n
 
 
 @pytest.mark.parametrize(("c", "h", "w", "k", "padding"), [(32, 9, 8, 33, 1), (33, 17, 18, 32, 0)])

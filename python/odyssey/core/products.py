@@ -16,7 +16,7 @@ from ..settings.recipes import CONV_ALGORITHMS
 from . import native
 from .program import ONNX, Memory, OwnMemory, current
 from .shapes import adjoint, as_image, as_tensor, batched, reshape, tokens
-from .tape import Tensor, attach, empty, make, to_lanes, to_rows
+from .tape import Tensor, attach, empty, make, tape_is_on, to_lanes, to_rows
 
 # Winograd's algorithm is slower for smaller convolutions; docs/kernels.md has the measurements.
 WINOGRAD_CHANNELS = 32  # the least of x and of y
@@ -246,10 +246,12 @@ def _chosen_algorithm(algorithm: str | None) -> str:
 def _winograd(x: Tensor, weight: Tensor, bias: Tensor | None, ph: int, pw: int) -> Tensor:
     """conv2d of 3 x 3 and stride 1.
 
-    A few samples are computed in lanes as well, for the same bits.
+    If a few samples want gradients, they are computed in lanes as well, for the same bits.
     """
-    rows = (x := batched(x)).layout == "rows"
-    x = to_lanes(x)
+    x = batched(x)
+    rows = x.layout == "rows"
+    if rows and tape_is_on((x, weight, bias)):
+        x = to_lanes(x)
     k = weight.shape[0]
     g = x.groups
     (n, c, h, w) = x.shape
@@ -257,7 +259,7 @@ def _winograd(x: Tensor, weight: Tensor, bias: Tensor | None, ph: int, pw: int) 
     sizes = (g, c, h + 2 * ph, w + 2 * pw, k, 3, 3, 1)
     frame = (ph, pw)
     memory = y.memory, x.memory, weight.memory, bias_memory(bias, k)
-    current().emit("winograd_forward", *memory, *sizes, *frame, 0)
+    current().emit("winograd_forward", *memory, *sizes, *frame, 0, layout=x.layout)
 
     def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
         if weight.requires_grad or (bias is not None and bias.requires_grad):

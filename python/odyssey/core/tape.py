@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -538,6 +538,11 @@ def no_grad() -> Iterator[None]:
         _tape.enabled = was_enabled
 
 
+def tape_is_on(inputs: Iterable[Tensor | None]) -> bool:
+    """Returns whether an op of these inputs will have a backward pass."""
+    return _tape.enabled and any(t is not None and t.requires_grad for t in inputs)
+
+
 def attach(
     out: Tensor,
     inputs: tuple[Tensor, ...],
@@ -568,7 +573,7 @@ def attach(
             )
     out.device = place if device is None else device
     number = program.current().close(out.device)
-    if _tape.enabled and any(t.requires_grad for t in inputs):
+    if tape_is_on(inputs):
         out.node = Node(inputs, backward, number)
         out.requires_grad = True
     return out
