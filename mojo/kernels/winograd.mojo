@@ -156,13 +156,13 @@ def _framed(to: Ptr, x: Ptr, h: Int, w: Int, H: Int, W: Int):
 
 
 @always_inline
-def _transform(v: Ptr, x: Array[Vec, N * N], at: Int, step: Int):
-    """Makes the sums of a tile x, each of them `step` floats after the one before."""
+def _transform(v: Ptr, at: Int, step: Int, x: Ptr, row: Int):
+    """Makes the sums of a tile x, whose rows are `row` floats apart; the sums are `step` floats apart."""
     var t = Array[Vec, N * N](fill=Vec(0))
     comptime for c in range(N):
         var d = Array[Vec, N](fill=Vec(0))
         comptime for r in range(N):
-            d[r] = x[r * N + c]
+            d[r] = load(x, r * row + c * LANES)
         var y = _of_input(d)
         comptime for r in range(N):
             t[r * N + c] = y[r]
@@ -176,8 +176,8 @@ def _transform(v: Ptr, x: Array[Vec, N * N], at: Int, step: Int):
 
 
 @always_inline
-def _outputs[relu: Bool](z: Ptr, at: Int, step: Int, bias: Vec) -> Array[Vec, M * M]:
-    """The outputs of a tile whose sums are `step` floats apart."""
+def _outputs[relu: Bool](y: Ptr, row: Int, rows: Int, columns: Int, z: Ptr, at: Int, step: Int, bias: Vec):
+    """Makes the first rows and columns of a tile y, whose rows are `row` floats apart, of sums `step` floats apart."""
     var t = Array[Vec, M * N](fill=Vec(0))
     comptime for c in range(N):
         var d = Array[Vec, N](fill=Vec(0))
@@ -186,18 +186,18 @@ def _outputs[relu: Bool](z: Ptr, at: Int, step: Int, bias: Vec) -> Array[Vec, M 
         var a = _of_output(d)
         comptime for r in range(M):
             t[r * N + c] = a[r]
-    var y = Array[Vec, M * M](fill=Vec(0))
     comptime for r in range(M):
         var d = Array[Vec, N](fill=Vec(0))
         comptime for c in range(N):
             d[c] = t[r * N + c]
         var a = _of_output(d)
-        comptime for c in range(M):
-            var e = a[c] + bias
-            comptime if relu:
-                e = e.lt(0).select(Vec(0), e)
-            y[r * M + c] = e
-    return y^
+        if r < rows:
+            comptime for c in range(M):
+                var e = a[c] + bias
+                comptime if relu:
+                    e = e.lt(0).select(Vec(0), e)
+                if c < columns:
+                    store(y, r * row + c * LANES, e)
 
 
 def _read[nb: Int](v: Ptr, x: Ptr, first: Int, s: _Images):
@@ -217,11 +217,7 @@ def _read[nb: Int](v: Ptr, x: Ptr, first: Int, s: _Images):
                 _framed(frame, channel, h[j], w[j], s.H, s.W)
                 from_ = frame
                 row = N * LANES
-            var tile = Array[Vec, N * N](fill=Vec(0))
-            comptime for r in range(N):
-                comptime for c in range(N):
-                    tile[r * N + c] = load(from_, r * row + c * LANES)
-            _transform(v, tile, (i * nb + j) * LANES, s.I * nb * LANES)
+            _transform(v, (i * nb + j) * LANES, s.I * nb * LANES, from_, row)
 
 
 def _write[nb: Int, relu: Bool](y: Ptr, z: Ptr, b: Optional[Ptr], first: Int, s: _Images):
@@ -236,12 +232,7 @@ def _write[nb: Int, relu: Bool](y: Ptr, z: Ptr, b: Optional[Ptr], first: Int, s:
             var bias = Vec(0)
             if b:
                 bias = splat(b.value(), o)
-            var tile = _outputs[relu](z, (o * nb + j) * LANES, s.O * nb * LANES, bias)
-            comptime for r in range(M):
-                if r < rows:
-                    comptime for c in range(M):
-                        if c < columns:
-                            store(to, (r * s.Q + c) * LANES, tile[r * M + c])
+            _outputs[relu](to, s.Q * LANES, rows, columns, z, (o * nb + j) * LANES, s.O * nb * LANES, bias)
 
 
 @always_inline
@@ -325,6 +316,7 @@ def _read_rows[nb: Int](v: Ptr, x: Ptr, frames: Ptr, first: Int, tiles: Int, s: 
 
     The frames (samples, ...) are zeros where x has no numbers. The last vector repeats the last tile.
     """
+    var tile = unsafe_stack_allocation[N * N * LANES, F32, alignment=64]()
     var width = _frame_width(s)
     var last = min(first + nb * LANES, tiles) - 1
     var at = Array[Int, nb * LANES](fill=0)
@@ -340,31 +332,34 @@ def _read_rows[nb: Int](v: Ptr, x: Ptr, frames: Ptr, first: Int, tiles: Int, s: 
                     var n = min(s.W - w, LANES)
                     store_first(inside, h * width + w, load_first(channel, h * s.W + w, n), n)
         for j in range(nb):
-            var tile = Array[Vec, N * N](fill=Vec(0))
             comptime for r in range(N):
                 var row = Array[Vec, LANES](fill=Vec(0))
                 comptime for l in range(LANES):
                     row[l] = load(frames, at[j * LANES + l] + r * width)
                 transpose(row)
                 comptime for c in range(N):
-                    tile[r * N + c] = row[c]
-            _transform(v, tile, (i * nb + j) * LANES, s.I * nb * LANES)
+                    store(tile, (r * N + c) * LANES, row[c])
+            _transform(v, (i * nb + j) * LANES, s.I * nb * LANES, tile, N * LANES)
 
 
 def _write_rows[nb: Int, relu: Bool](y: Ptr, z: Ptr, b: Ptr, first: Int, tiles: Int, s: _Images):
     """Makes the nb vectors of tiles from `first` on of all channels of y (samples, O, P, Q) of z (N N, O, nb)."""
+    var tile = unsafe_stack_allocation[M * M * LANES, F32, alignment=64]()
     for j in range(nb):
         var start = first + j * LANES
         for o in range(s.O):
-            var tile = _outputs[relu](z, (o * nb + j) * LANES, s.O * nb * LANES, splat(b, o))
-            transpose(tile)
+            _outputs[relu](tile, M * LANES, M, M, z, (o * nb + j) * LANES, s.O * nb * LANES, splat(b, o))
+            var numbers = Array[Vec, M * M](fill=Vec(0))
+            comptime for i in range(M * M):
+                numbers[i] = load(tile, i * LANES)
+            transpose(numbers)
             for l in range(min(tiles - start, LANES)):
                 var spot = _Spot.of(start + l, s)
                 var to = y.unsafe_offset((spot.sample * s.O + o) * s.P * s.Q)
                 var columns = min(s.Q - spot.q, M)
                 comptime for r in range(M):
                     if spot.p + r < s.P:
-                        var part = tile[l].slice[M, offset=r * M]()
+                        var part = numbers[l].slice[M, offset=r * M]()
                         store_part[False, M](to, (spot.p + r) * s.Q + spot.q, part, columns)
 
 

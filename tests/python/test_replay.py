@@ -152,9 +152,10 @@ def test_fusion_changes_no_bit(name, monkeypatch):
         assert results[0] == results[1]
         fused, plain = programs[-3], programs[-1]
         if name in ("lenet5", "mlp", "convnet"):
-            assert len(fused) < len(plain) and "relu_forward" not in fused, (
-                "these models have something to fuse"
-            )
+            assert len(fused) < len(plain), "these models have something to fuse"
+            # Winograd's algorithm leaves a few samples in lanes; its result goes to rows first
+            left = 1 if name == "convnet" and samples == 2 else 0
+            assert fused.count("relu_forward") == left
             assert "relu_forward" in plain
 
 
