@@ -562,8 +562,10 @@ def _describe_convolutions(records: list[Record]) -> list[str]:
     """Returns a line about the convolutions by Winograd's algorithm, if there are any."""
     counts = Counter(record.op for record in records)
     tiled = counts["winograd_forward"]
-    whole = tiled + counts["conv2d_forward"] + counts["conv2d_general_forward"]
-    return [f"Winograd's algorithm computes {tiled} of {whole} convolutions"] if tiled else []
+    convolutions = tiled + counts["conv2d_forward"] + counts["conv2d_general_forward"]
+    return (
+        [f"Winograd's algorithm computes {tiled} of {convolutions} convolutions"] if tiled else []
+    )
 
 
 def _entry(values: dict[str, Any], key: str, name: str) -> dict[str, Any]:
