@@ -114,8 +114,7 @@ def main() -> int:
     if options.worker is not None:
         work(options.worker or None, options.batch)
         return 0
-    facts = common.machine()
-    print(common.machine_line(facts))
+    facts = common.print_machine()
     sides = {"one thread": Side(options, 1), "default": Side(options)}
     if options.against is not None:
         sides["against"] = Side(options, package=options.against)

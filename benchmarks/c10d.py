@@ -123,6 +123,7 @@ def main() -> None:
         return
     if "RANK" not in os.environ:
         parser.error("it compares ranks; start it as `mpirun -n 2 python benchmarks/c10d.py`")
+    common.print_machine()
     torch.set_num_threads(1)
     dist.init_process_group("odyssey")
     gloo = dist.new_group(list(range(dist.get_world_size())), backend="gloo")

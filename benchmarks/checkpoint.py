@@ -137,8 +137,7 @@ def main() -> int:
         help="where to write; the disk matters (default: the temporary directory)",
     )
     options = parser.parse_args()
-    facts = common.machine()
-    print(common.machine_line(facts))
+    facts = common.print_machine()
     content = []
     for name, floats in SIZES.items():
         if options.folder is None:

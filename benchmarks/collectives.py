@@ -266,8 +266,7 @@ def main() -> int:
         if int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))) == 0:
             Path(options.result).write_text(json.dumps(content))
         return 0
-    facts, gloo = common.machine(), common.have_torch()
-    print(common.machine_line(facts))
+    facts, gloo = common.print_machine(), common.have_torch()
     results = []
     with common.scratch() as folder:
         for ranks in options.ranks:

@@ -26,6 +26,11 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+# of facts about the machine; all others are printed as they are
+_PRINTED = frozenset(
+    "date cpu cores threads_per_core level load system python numpy torch odyssey mojo commit "
+    "peak_of_one_core peak_of_all_cores".split()
+)
 INTERNAL = argparse.SUPPRESS  # options that a benchmark gives to its own processes
 MISSING_TORCH = (
     "PyTorch is not installed: rows without it. For the comparison: pip install -e '.[bench]'"
@@ -72,8 +77,26 @@ def pin(core: int | None = None) -> int | None:
     return chosen
 
 
+def print_machine(**more: Any) -> dict[str, Any]:
+    """Prints the facts about the machine that a figure means nothing without, and returns them.
+
+    Every benchmark calls it once, before it measures, and before it pins itself to a core. If its
+    processes are ranks, only rank 0 does that, and the others get an empty dict.
+
+    Args:
+        more: further facts, such as the name of a GPU.
+    """
+    from odyssey.base import launcher
+
+    if launcher.rank():
+        return {}
+    facts = {**machine(), **more}
+    print(machine_lines(facts), flush=True)
+    return facts
+
+
 def machine() -> dict[str, Any]:
-    """Facts that a figure means nothing without."""
+    """Facts about the machine, the versions of programs, and the FMA peak."""
     import odyssey
     from odyssey.compile import library as build
 
@@ -81,6 +104,7 @@ def machine() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
+        "threads_per_core": threads_per_core(),
         "level": build.host_cpu(),
         "load": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.release()}",
@@ -90,16 +114,45 @@ def machine() -> dict[str, Any]:
         "odyssey": odyssey.__version__,
         "mojo": build.compiler_version(),
         "commit": _commit(),
+        # The one core is the last one, which `pin` chooses.
+        "peak_of_one_core": peak(1),
+        "peak_of_all_cores": peak(len(cores()) or 1),
     }
 
 
-def machine_line(facts: Mapping[str, Any]) -> str:
-    """The facts in one line."""
+def machine_lines(facts: Mapping[str, Any]) -> str:
+    """The facts in three lines: processor, peaks, versions."""
+    one, all_cores = facts["peak_of_one_core"], facts["peak_of_all_cores"]
+    peaks = [
+        f"{precision} {one[precision]:.0f} on one core, {all_cores[precision]:.0f} on "
+        f"{all_cores['cores']} at once"
+        for precision in ("fp32", "bf16")
+        if one[precision]
+    ]
+    more = (f"; {name} {value}" for name, value in facts.items() if name not in _PRINTED)
     return (
-        f"{facts['cpu']}, {facts['cores']} cores, {facts['level']}, load {facts['load']}; odyssey "
-        f"{facts['odyssey']} ({facts['commit'] or 'no commit'}), mojo {facts['mojo']}, python "
-        f"{facts['python']}, numpy {facts['numpy']}, torch {facts['torch'] or 'not installed'}"
+        f"{facts['cpu']}, {facts['cores']} cores, {facts['threads_per_core'] or 'unknown'} "
+        f"thread{'s' * (facts['threads_per_core'] != 1)} per core, {facts['level']}, load "
+        f"{facts['load']}\n"
+        f"FMA peak, GFLOP/s: {'; '.join(peaks)}\n"
+        f"odyssey {facts['odyssey']} ({facts['commit'] or 'no commit'}), mojo {facts['mojo']}, "
+        f"python {facts['python']}, numpy {facts['numpy']}, torch "
+        f"{facts['torch'] or 'not installed'}{''.join(more)}"
     )
+
+
+def threads_per_core() -> int | None:
+    """Hardware threads that share a core, of the cores that this process may use; None if the
+    system does not say.
+    """
+    shared = []
+    for core in cores():
+        path = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+        if not path.is_file():
+            return None
+        ranges = [part.split("-") for part in path.read_text(encoding="ascii").split(",")]
+        shared.append(sum(int(ends[-1]) - int(ends[0]) + 1 for ends in ranges))
+    return max(shared, default=None)
 
 
 def _cpu_model() -> str:
@@ -242,22 +295,46 @@ def program(name: str, kernels: Path | None = None) -> Path:
     return target
 
 
-def peak(core: int | None) -> dict[str, float]:
-    """Best and median GFLOP/s of independent FMAs on one core, now; `bf16_*` of bf16 products, 0
-    without them.
+def peak(threads: int) -> dict[str, float]:
+    """GFLOP/s of independent FMAs on `threads` cores at once, now: the sum of each core's median.
+
+    Shares of the peak are of these. Two hardware threads of one core have hardly more together than
+    one has alone, and a processor may be slower if all of its cores are busy. The time is the
+    processor time of each core, so other programs don't count.
+
+    Args:
+        threads: the number of cores, the last ones that this process may use. If there are fewer
+            cores, they get the peak of all cores.
+
+    Returns:
+        GFLOP/s by precision ("fp32", and "bf16" of products of bf16 pairs, 0 without them), and
+        "cores".
     """
+    chosen: list[int | None] = [*cores()[-threads:]] or [None]
     command = [str(program("peak"))]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, preexec_fn=_pinned(core)
-    )
-    best, middle, lanes, bf16_best, bf16_middle = (float(word) for word in done.stdout.split())
-    return {
-        "best": best,
-        "median": middle,
-        "lanes": int(lanes),
-        "bf16_best": bf16_best,
-        "bf16_median": bf16_middle,
-    }
+    running = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=_pinned(core))
+        for core in chosen
+    ]
+    medians = {"fp32": 0.0, "bf16": 0.0}
+    for process in running:
+        output, _ = process.communicate()
+        if process.returncode:
+            raise SystemExit(f"exit code {process.returncode} of {command[0]}")
+        fp32, bf16 = (float(word) for word in output.split())
+        medians["fp32"] += fp32
+        medians["bf16"] += bf16
+    return {**medians, "cores": len(chosen)}
+
+
+def peak_of_products(measured: Sequence[Mapping[str, float]], precision: str) -> float:
+    """The largest of several peaks (`peak`) of products in a precision.
+
+    Products of bf16 that the processor has no instruction for are computed in fp32. Tiles of AMX
+    can be faster than the peak of bf16 pairs.
+    """
+    narrow = precision == "bf16" and measured[0]["bf16"] > 0
+    return max(one["bf16" if narrow else "fp32"] for one in measured)
 
 
 def _pinned(core: int | None) -> Any:

@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import common  # noqa: F401 - finds the package of this checkout
+import common
 import nets
 
 MARKS = (500, 1000, 2000)
@@ -174,6 +174,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("convolution_curves.jsonl"))
     parser.add_argument("--of", default="", help="SEED:KIND, this training alone")
     given = parser.parse_args()
+    common.print_machine()
     marks = tuple(map(int, given.marks.split(",")))
     kinds = ["direct", "winograd", *["torch"] * given.torch]
     wanted = [(seed, kind) for seed in range(given.seeds) for kind in kinds]

@@ -201,8 +201,7 @@ def main() -> int:
     )
     parser.add_argument("--plot", type=Path, default=IMAGE, metavar="FILE", help="the picture")
     options = parser.parse_args()
-    facts = common.machine()
-    print(common.machine_line(facts))
+    facts = common.print_machine()
     runs: list[dict[str, Any]] = []
     for seed in options.seeds:
         for kind in ["ours", *["torch"] * common.have_torch()]:

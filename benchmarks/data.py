@@ -18,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import common
 import numpy as np
 
 BATCH = 64
@@ -124,6 +125,7 @@ def main() -> None:
     parser.add_argument("--pixels", type=int, default=256)
     parser.add_argument("--size", type=int, default=64)
     asked = parser.parse_args()
+    common.print_machine()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         make(root, asked.pictures, asked.pixels)

@@ -389,6 +389,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.form:
         return rank_of_a_form(given.form, given.models, given.output, given.fatal)
+    common.print_machine()
     rows = []
     print(
         f"{'2 processes of 1 thread':<40} transformer: ms  1 = 2   LeNet-5: ms  1 = 2   MiB   a "

@@ -317,17 +317,14 @@ def main() -> None:
 
     emulated = "ODYSSEY_EMULATED_GPUS" in os.environ
     kinds = [] if options.no_torch or emulated or not torch_on_gpu() else options.kinds.split(",")
-    facts = {**common.machine(), "gpu": Gpu(0).name, "emulated": emulated}
+    name = f"{Gpu(0).name}{' (emulated: times mean nothing)' if emulated else ''}"
+    facts = common.print_machine(gpu=name)
     if options.model in LARGE:
         x, y = models.samples(options.model, max(batches))
         dataset = data.arrays(x, y, **({} if options.model == "gpt" else {"classes": 10}))
     else:
         dataset = data.load("mnist", train=True)
     peak = peaks(options) if kinds else {}
-    print(
-        f"{common.machine_line(facts)}, "
-        f"{facts['gpu']}{' (emulated: times mean nothing)' if emulated else ''}"
-    )
     if peak:
         print(
             f"peak of PyTorch's product {peak['tflops']:.1f} TFLOP/s, copy "

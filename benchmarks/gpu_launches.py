@@ -335,6 +335,7 @@ def main() -> None:
     if options.profile:
         profile(options)
         return
+    facts = common.print_machine()
     result = measure(options)
     print(
         f"{options.model}, {options.precision}, batch {options.batch}: {result['launches']} "
@@ -348,7 +349,6 @@ def main() -> None:
             [row["label"], row["launches"], f"{row['us']:.1f}", f"{100 * row['share']:.1f}", speed]
         )
     print(common.table(["launch", "launches", "us", "%", "TFLOP/s"], lines))
-    facts = common.machine()
     settings = {
         name: getattr(options, name)
         for name in ("model", "batch", "precision", "shard_size", "replays")

@@ -239,7 +239,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """One case: what a process of its own prints as JSON."""
     name, batch = options.case.split(":")[0], int(options.case.split(":")[1])
     threads, precision = options.threads[0], options.precisions[0]
-    core = common.pin() if threads == 1 else None
+    if threads == 1:
+        common.pin()
     step, trainer, dataset = ours(name, batch, threads, precision, options.shard_size)
     sides: dict[str, Step] = {"ours": step}
     if name == "resnet18" and precision == "fp32":
@@ -263,11 +264,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 missing = f"{kind}: {type(problem).__name__}"
                 continue
             sides[kind] = made
-    peaks = [common.peak(core)]
+    peaks = [common.peak(threads)]
     times = in_turns(sides, options.rounds, options.steps, options.seconds)
-    peaks.append(common.peak(core))
-    bf16 = precision == "bf16" and peaks[0]["bf16_best"] > 0
-    peak = max(one["bf16_best" if bf16 else "best"] for one in peaks) * threads
+    peaks.append(common.peak(threads))
+    peak = common.peak_of_products(peaks, precision)
     size = trainer.stepper.engine.shard_size_of(batch)
     by_op = our_ops(trainer, dataset, size)
     flops = sum(row["operations"] for row in by_op.values()) * batch / size
@@ -399,8 +399,7 @@ def main() -> int:
     if options.case:
         print(json.dumps(measure(options)))
         return 0
-    facts, rows = common.machine(), []
-    print(common.machine_line(facts))
+    facts, rows = common.print_machine(), []
     for case in options.cases:
         for threads in options.threads:
             for precision in options.precisions:

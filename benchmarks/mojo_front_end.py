@@ -78,8 +78,7 @@ def main() -> int:
         "--ranks", type=int, nargs="*", default=[0, 2], help="0: without a launcher"
     )
     options = parser.parse_args()
-    facts = common.machine()
-    print(common.machine_line(facts))
+    facts = common.print_machine()
     made = str(program())
     folder = ["--data-dir", str(Path(data.__file__).parent / "mnist")]
     settings = ["--steps", str(options.steps), "--threads", "1", "--no-eval"]

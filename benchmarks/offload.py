@@ -111,8 +111,7 @@ def main() -> int:
     if options.train:
         train(options)
         return 0
-    facts = common.machine()
-    print(common.machine_line(facts))
+    facts = common.print_machine()
     command = [sys.executable, __file__, "--train"]
     command += [
         f"--{name}={getattr(options, name)}"

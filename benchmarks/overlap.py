@@ -183,8 +183,7 @@ def main() -> int:
     if options.rank:
         rank(options)
         return 0
-    facts = common.machine()
-    print(common.machine_line(facts))
+    facts = common.print_machine()
     # hosts do not see folders of odyssey's own names
     with tempfile.TemporaryDirectory(prefix="overlap-") as name:
         folder = Path(name)

@@ -120,8 +120,7 @@ def main() -> int:
     if options.rank:
         rank(options)
         return 0
-    facts = common.machine()
-    print(common.machine_line(facts))
+    facts = common.print_machine()
     keys = ("layers", "width", "shard_size", "rounds")
     with common.scratch() as folder:
         out = folder / "pipeline.json"

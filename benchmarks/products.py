@@ -40,6 +40,7 @@ def main() -> None:
         "--kernels", type=Path, default=common.HERE.parent / "mojo", metavar="DIRECTORY"
     )
     options = parser.parse_args()
+    common.print_machine()
     program = common.program("products", options.kernels)
     done = subprocess.run([program, *options.layers], capture_output=True, text=True, check=True)
     headers = ["layer", "forward", "% of peak", "dW", "% of peak", "dx", "% of peak"]

@@ -119,8 +119,7 @@ def main() -> int:
     if options.rank:
         rank(options)
         return 0
-    facts = common.machine()
-    print(common.machine_line(facts))
+    facts = common.print_machine()
     given = [
         f"--{name}={getattr(options, name)}"
         for name in ("warmup", "steps", "batch", "shards", "cpu")

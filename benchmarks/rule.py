@@ -82,12 +82,13 @@ def main() -> None:
     parser.add_argument("--numbers", type=int, default=4_000_000, help="parameters")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
+    facts = common.print_machine()
     common.pin()
     timed = {name: Timed(make, options.numbers) for name, make in optimizers().items()}
     for i in range(options.rounds + 2):
         for one in timed.values():
             one.update(i > 1)
-    rows, found, facts = [], [], common.machine()
+    rows, found = [], []
     for name, one in timed.items():
         states = len(one.optimizer.states)
         ns = 1e9 * common.median(one.seconds) / one.n
@@ -96,7 +97,6 @@ def main() -> None:
         # the gradients are read twice, first to see that they are finite
         gigabytes = 4 * (4 + 2 * states) / ns
         rows.append([name, states, f"{ns:.3f}", f"{gigabytes:.1f}", f"{ns / states / adam:.2f}"])
-    print(common.machine_line(facts))
     print(common.table(["optimizer", "states", "ns a number", "GB/s", "of Adam's, a state"], rows))
     common.write_json(options.json, "rule", facts, numbers=options.numbers, rows=found)
 

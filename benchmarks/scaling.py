@@ -2,7 +2,9 @@
 on one core.
 
 Every row is a run of `odyssey train`; each is preceded by a run of the baseline (one process, one
-thread, bound to one core), and its speed-up is against that. All rows train the same number of
+thread, bound to one core), and its speed-up is against that. "peak" is the speed-up of fused
+multiply-adds in registers on as many cores: no row can have more, and it is far less than the
+number of cores if they are hardware threads of the same core. All rows train the same number of
 steps and must end with the same weights, to the bit: exit code 1 if not. More threads than cores
 are in the table to show what they cost, not because they help.
 """
@@ -85,8 +87,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each row")
     parser.add_argument("--model", default="lenet5", choices=MODELS, help="the network")
     options = parser.parse_args()
-    facts = common.machine()
-    print(common.machine_line(facts))
+    facts = common.print_machine()
     rows = layouts()
     found: dict[Layout, list[dict[str, Any]]] = {layout: [] for layout in (BASELINE, *rows)}
     ups: dict[Layout, list[float]] = {layout: [] for layout in (BASELINE, *rows)}
@@ -98,24 +99,28 @@ def main() -> int:
                 found[BASELINE].append(before)
                 found[layout].append(own)
                 ups[layout].append(own["samples_per_second"] / before["samples_per_second"])
+    core_peak = facts["peak_of_one_core"]["fp32"]
     sums = sorted({one["weights_sha256"] for runs in found.values() for one in runs})
     lines, content = [], []
     for layout, runs in found.items():
         speed = common.spread([one["samples_per_second"] for one in runs])
         seconds = common.median([one["seconds"] for one in runs])
         up = common.spread(ups[layout]) if ups[layout] else None
+        peak_up = common.peak(max(layout.ranks, 1) * layout.threads)["fp32"] / core_peak
         own_sums = sorted({one["weights_sha256"] for one in runs})
         lines.append(
             [
                 layout.name,
                 common.number(speed["median"]),
                 common.number(up["median"], 2) if up else "1",
+                common.number(peak_up, 2),
             ]
         )
         lines[-1] += [common.number(seconds, 1), " ".join(value[:16] for value in own_sums)]
         row = {
             "samples_per_second": speed,
             "speed_up": up,
+            "peak_speed_up": peak_up,
             "seconds": seconds,
             "weights_sha256": own_sums,
         }
@@ -124,7 +129,7 @@ def main() -> int:
         f"\n{options.model}, global batch {options.global_batch_size}, {options.steps} steps, "
         f"{options.rounds} rounds"
     )
-    print(common.table(["", "samples/s", "speed-up", "s", "weights"], lines))
+    print(common.table(["", "samples/s", "speed-up", "peak", "s", "weights"], lines))
     settings = {k: getattr(options, k) for k in ("model", "global_batch_size", "steps", "rounds")}
     common.write_json(
         options.json, "scaling", facts, options=settings, rows=content, same_weights=len(sums) == 1

@@ -163,8 +163,7 @@ def main() -> int:
 
     if why := netns.why_not():
         raise SystemExit(why)
-    facts, rows = common.machine(), []
-    print(common.machine_line(facts), flush=True)
+    facts, rows = common.print_machine(), []
     kinds = [
         k for k in KINDS if options.kinds in k and (k != "DDP over Gloo" or common.have_torch())
     ]

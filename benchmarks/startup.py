@@ -37,9 +37,8 @@ def main() -> int:
     parser = common.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="runs of each row")
     options = parser.parse_args()
-    facts = common.machine()
+    facts = common.print_machine()
     commands = rows(common.have_torch())
-    print(common.machine_line(facts))
     for command in commands.values():
         common.child(command)  # compiles and reads whatever is not there yet
     used: dict[str, list[dict[str, float]]] = {name: [] for name in commands}

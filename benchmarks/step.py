@@ -346,7 +346,7 @@ def main() -> int:
         "--check", action="store_true", help="compare the numbers of a LeNet-5 step first"
     )
     options = parser.parse_args()
-    facts = common.machine()
+    facts = common.print_machine()
     torch = common.have_torch()
     core = common.pin(options.core) if options.threads == 1 else None
     if torch:
@@ -357,20 +357,18 @@ def main() -> int:
     from odyssey import data
 
     dataset = data.load("mnist", train=True)
-    print(common.machine_line(facts))
     checked, good = None, True
     if options.check:
         if not torch:
             print("--check needs PyTorch", file=sys.stderr)
             return 1
         checked, good = run_check([1, 64, 100], dataset)
-    peaks = [common.peak(core)]
+    peaks = [common.peak(options.threads)]
     kinds = ["fp32"] if options.precision != "fp32" else []
     kinds += ["torch", "tuned", *["compiled"] * options.compiled] if torch else []
     rows = [measure(options, batch, dataset, kinds) for batch in options.batches]
-    peaks.append(common.peak(core))
-    narrow = options.precision == "bf16" and peaks[0]["bf16_best"] > 0
-    peak = max(one["bf16_best" if narrow else "best"] for one in peaks) * options.threads
+    peaks.append(common.peak(options.threads))
+    peak = common.peak_of_products(peaks, options.precision)
     where = f"core {core}" if core is not None else f"{options.threads} threads"
     print(
         f"\n{options.model}, {options.precision}, {where}, "

@@ -16,6 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
+import common
 import numpy as np
 
 from odyssey import loggers
@@ -42,6 +43,7 @@ def microseconds(call: Callable[[], object], count: int) -> float:
 
 
 def main() -> None:
+    common.print_machine()
     for floats in (LENET5, 16 * LENET5, 1 << 24):
         values = native.aligned(floats)
         values[:] = np.random.default_rng(0).standard_normal(floats, np.float32)

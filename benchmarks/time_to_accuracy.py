@@ -109,9 +109,8 @@ def main() -> int:
     parser.add_argument("--global-batch-size", type=int, default=128, help="samples of a step")
     parser.add_argument("--processes", type=int, default=2, help="of both sides, one thread each")
     options = parser.parse_args()
-    facts = common.machine()
+    facts = common.print_machine()
     kinds = ["ours", *["torch", "tuned"] * common.have_torch()]
-    print(common.machine_line(facts))
     runs = []
     with common.scratch() as folder:
         for seed in options.seeds:

@@ -11,6 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import common
 import numpy as np
 
 import odyssey
@@ -59,6 +60,7 @@ def main() -> None:
         help="no turns, no timeline: to compare versions of the package",
     )
     off = parser.parse_args().off
+    common.print_machine()
     for name, trainer, batches in cases():
         again = itertools.cycle(batches)
         for _ in range(10):

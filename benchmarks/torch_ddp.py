@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import common
 import nets
 
 
@@ -82,6 +83,7 @@ def tensors(train: bool) -> tuple[Any, Any]:
 def main() -> int:
     wanted = options()
     if "RANK" not in os.environ:
+        common.print_machine()
         return launch(wanted.processes)
 
     import torch

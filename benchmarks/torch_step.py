@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable
 
+import common
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -172,6 +173,7 @@ def main() -> None:
         parser.add_argument(name, type=int, default=default)
     parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4])
     options = parser.parse_args()
+    common.print_machine()
     world, n = comm.world(), options.batch
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

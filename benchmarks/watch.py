@@ -203,8 +203,7 @@ def main() -> int:
     if options.rank:
         rank(options)
         return 0
-    facts = common.machine()
-    print(common.machine_line(facts))
+    facts = common.print_machine()
     with common.scratch() as folder:
         out = folder / "result.json"
         settings: list[Any] = ["--rank", out, "--backend", options.backend]

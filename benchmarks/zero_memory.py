@@ -87,8 +87,7 @@ def main() -> int:
     if options.rank:
         rank(options)
         return 0
-    facts = common.machine()
-    print(common.machine_line(facts))
+    facts = common.print_machine()
     rows: list[dict[str, Any]] = []
     with common.scratch() as folder:
         for zero in range(4):

@@ -73,8 +73,7 @@ def main() -> int:
     if options.rank:
         rank(options)
         return 0
-    facts, rows = common.machine(), []
-    print(common.machine_line(facts))
+    facts, rows = common.print_machine(), []
     names = ("layers", "width", "vocabulary", "tokens")
     with common.scratch() as folder:
         for ranks in (1, options.ranks):

@@ -190,13 +190,10 @@ def main() -> None:
     if wanted.count < 1:
         parser.error("--count is 1 or more")
     open_mpi = os.path.abspath(wanted.open_mpi) if wanted.open_mpi else None
-    machine = common.machine() | {"packages": versions(open_mpi)}
+    packages = ", ".join(f"{n} {v}" for n, v in versions(open_mpi).items())
+    machine = common.print_machine(packages=packages)
     results, failures = measure(wanted.only, wanted.count, wanted.seed, open_mpi)
     print(tables.everything(results))
-    print(
-        f"{common.machine_line(machine)}; "
-        f"{', '.join(f'{n} {v}' for n, v in machine['packages'].items())}"
-    )
     common.write_json(
         wanted.json, "faults", machine, count=wanted.count, results=results, failures=failures
     )

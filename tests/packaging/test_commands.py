@@ -60,6 +60,40 @@ def test_every_program_says_what_it_is(program):
     assert len(done.stdout.split()) > 10 and "Traceback" not in done.stderr
 
 
+#: Programs in benchmarks/ that draw what others have measured, or that others start.
+UNMEASURED = ("benchmarks/picture.py", "benchmarks/faults/calls.py")
+BENCHMARKS = [
+    program
+    for program in PROGRAMS
+    if program.startswith("benchmarks/") and program not in UNMEASURED
+]
+
+
+@pytest.mark.parametrize("program", BENCHMARKS)
+def test_a_benchmark_prints_its_machine_once(program):
+    """Times mean little without the processor, its hardware threads and its peak."""
+    assert (ROOT / program).read_text().count("common.print_machine(") == 1
+
+
+def test_the_machine_is_printed_with_hardware_threads_and_peaks():
+    code = (
+        "import sys; sys.path.insert(0, 'benchmarks'); import common; common.print_machine(gpu='X')"
+    )
+    done = said(sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
+    processor, peaks, versions = done.stdout.splitlines()
+    assert re.search(r" cores?, (\d+|unknown) threads? per core, ", processor)
+    pattern = r"fp32 ([\d,]+) on one core, ([\d,]+) on \d+ at once"
+    assert all(int(number) > 0 for number in re.search(pattern, peaks).groups())
+    assert versions.startswith("odyssey ") and versions.endswith("; gpu X")
+
+
+def test_other_ranks_print_no_machine():
+    code = "import sys; sys.path.insert(0, 'benchmarks'); import common; common.print_machine()"
+    done = said("env", "PMI_RANK=1", "PMI_SIZE=2", sys.executable, "-c", code)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def commands() -> set[str]:
     """Commands in backticks of pages, and in backticks or indented lines at the beginning of
     programs.
