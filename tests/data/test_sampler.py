@@ -82,17 +82,18 @@ def test_keys_are_distinct_because_every_step_can_be_undone() -> None:
         assert [(unmixed(key) - start) * inverse % 2**64 - 1 for key in keys] == numbers
 
 
-@pytest.mark.parametrize("n", [*range(130), 255, 256, 257, 511, 1000, 4096, 4097, 65537, 300_001])
+@pytest.mark.parametrize("n", [*range(130), 255, 256, 1000, 16_383, 16_384, 16_385, 300_001])
 def test_the_order_is_the_only_one_that_sorts_the_keys(
     n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = []
+    pieces = [np.zeros(0, np.uint64)]
     plain = sampler._stream
-    monkeypatch.setattr(sampler, "_stream", lambda *of: keys.append(plain(*of)) or keys[-1])
+    monkeypatch.setattr(sampler, "_stream", lambda *of: pieces.append(plain(*of)) or pieces[-1])
     for seed in (0, 1, 2**64 - 1):
         for epoch in (0, 3):
             order = permutation(n, seed, epoch)
-            keys_in_order = keys.pop()[order]
+            keys_in_order = np.concatenate(pieces)[order]
+            del pieces[1:]
             assert (keys_in_order[1:] > keys_in_order[:-1]).all()  # sorted, and no two are equal
             assert (np.bincount(order, minlength=n) == 1).all() if n else not len(order)
 

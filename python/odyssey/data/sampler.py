@@ -18,6 +18,8 @@ _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
+# Words that are computed at once: they stay in the first cache.
+_PIECE = 1 << 14
 
 
 def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
@@ -42,9 +44,17 @@ def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
     epoch = check_integer("epoch", epoch, 0, _MASK)
     # Without the second mix, the stream of epoch e + 1 would be the one of epoch e, shifted by one.
     start = _mix_word(_mix_word(seed + _GAMMA) + (epoch + 1) * _GAMMA)
-    # No two keys are equal, so every correct sort gives the same order. The default one is faster
-    # than a stable one.
-    return np.argsort(_stream(start, np.arange(n))).astype(np.int64, copy=False)
+    # No two keys are equal, and a key's number can be computed from it. So the keys are sorted in
+    # place and become numbers. An argsort takes four times as long for 10 million samples, as it
+    # reads keys all over the memory.
+    keys = np.arange(n, dtype=np.uint64)
+    for first in range(0, n, _PIECE):
+        piece = keys[first : first + _PIECE]
+        piece[:] = _stream(start, piece)
+    keys.sort()
+    for first in range(0, n, _PIECE):
+        _unstream(start, keys[first : first + _PIECE])
+    return keys.view(np.int64)
 
 
 class DistributedSampler:
@@ -160,6 +170,18 @@ def _stream(start: int, numbers: np.ndarray) -> np.ndarray:
     return _mix_words(
         (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA) + np.uint64(start)
     )
+
+
+def _unstream(start: int, outputs: np.ndarray) -> None:
+    """Replaces outputs of `_stream` (uint64) by their numbers, in place."""
+    for shift, factor in ((31, 1), (27, _MIX_2), (30, _MIX_1)):
+        outputs *= np.uint64(pow(factor, -1, _MASK + 1))
+        # Undoes `values ^= values >> shift`.
+        outputs ^= outputs >> np.uint64(shift)
+        outputs ^= outputs >> np.uint64(2 * shift)
+    outputs -= np.uint64(start)
+    outputs *= np.uint64(pow(_GAMMA, -1, _MASK + 1))
+    outputs -= np.uint64(1)
 
 
 def mixed_words(seed: int, epoch: int, stream: int, numbers: np.ndarray) -> np.ndarray:
