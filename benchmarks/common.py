@@ -362,9 +362,11 @@ def scratch() -> Iterator[Path]:
         yield Path(name)
 
 
-def child(command: Sequence[str], core: int | None = None, **environment: str) -> dict[str, float]:
-    """Runs a command to its end; seconds of wall time and MiB of the largest resident set of its
-    processes.
+def child(
+    command: Sequence[str], core: int | None = None, cwd: Path | None = None, **environment: str
+) -> dict[str, float]:
+    """Runs a command to its end; seconds of wall time, of processor time, and MiB of the largest
+    resident set of its processes.
 
     Raises SystemExit with what it said when it fails.
     """
@@ -377,6 +379,7 @@ def child(command: Sequence[str], core: int | None = None, **environment: str) -
             stderr=subprocess.STDOUT,
             env={**os.environ, **environment},
             preexec_fn=_pinned(core),
+            cwd=cwd,
         )
         try:
             _, status, usage = os.wait4(process.pid, 0)
@@ -391,7 +394,11 @@ def child(command: Sequence[str], core: int | None = None, **environment: str) -
             text = said.read().decode(errors="replace").strip()
             raise SystemExit(f"exit code {process.returncode} of: {' '.join(command)}\n{text}")
     scale = 2**20 if sys.platform == "darwin" else 2**10
-    return {"seconds": seconds, "mib": usage.ru_maxrss / scale}
+    return {
+        "seconds": seconds,
+        "processor_seconds": usage.ru_utime + usage.ru_stime,
+        "mib": usage.ru_maxrss / scale,
+    }
 
 
 def on_hosts(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..core import native
-from ..core.program import OwnMemory, ShardEager, plan_memory, serialize
+from ..core.program import OwnMemory, ShardEager, least_memory, plan_memory, serialize
 from ..optim import Update
 from ..parallel import plan as planning
 from ..parallel.failures import StepOutcome
@@ -40,8 +40,6 @@ class DirectRunner(Runner):
         self.stats_at = self.floats - statistics
         # Empty if shards are computed op by op.
         self._records = [recompute(program.records) for program in self.programs]
-        # Of the workspace that each program needs for a shard.
-        self._work_bytes = [plan_memory(records) for records in self._records]
         # The buffers of the reduction depend on it, so all programs for a batch size use the same.
         self.run_length = self._get_or_make("length of runs", self._choose_run_length)
         self.plan = self._make_plan(self.run_length)
@@ -77,9 +75,9 @@ class DirectRunner(Runner):
         """Returns how many shards a thread computes together, see `shard_runs.length`."""
         if not self.train or self.layout.execution != "replay":
             return 0
-        return shard_runs.length(
-            self._records[0], self.floats, self._work_bytes[0], self._make_plan
-        )
+        # The workspace is planned once, when it is known which records need memory for runs.
+        work_bytes = least_memory(self._records[0])
+        return shard_runs.length(self._records[0], self.floats, work_bytes, self._make_plan)
 
     def _make_plan(self, run_length: int) -> planning.Plan:
         """Returns this rank's plan; a last shard with fewer samples always runs alone."""
@@ -104,9 +102,11 @@ class DirectRunner(Runner):
         """
         step = self.step
         programs = self._records
+        needed = []  # bytes of the workspace that each program needs for a shard
         if self.run_length:
-            self._set_runs()
+            needed.append(self._set_runs())
             programs = programs[1:]  # a last shard with fewer samples may have a program of its own
+        needed += [plan_memory(records) for records in programs]
         tables = [
             serialize(records, self.arena, self._kept_alive, self._locate_floats)
             for records in programs
@@ -117,7 +117,7 @@ class DirectRunner(Runner):
                 step.take_tail(tables[0], cleared)
             else:
                 step.take(tables, cleared)
-        work_bytes = max(self._work_bytes)
+        work_bytes = max(needed)
         workspaces = len(self.plan.threads) * max(self.run_length, 1)
         work = self.storage("work", workspaces * work_bytes)
         step.work = work.ctypes.data
@@ -125,14 +125,17 @@ class DirectRunner(Runner):
         self.work_bytes = work.nbytes
         self._kept_alive.append(work)
 
-    def _set_runs(self) -> None:
+    def _set_runs(self) -> int:
         """Serializes the program of full shards for runs of shards, and allocates the buffers for
         the gradients that its joined records don't write.
+
+        Returns:
+            The bytes of the workspace that the program needs for a shard.
         """
         step = self.step
         arena = self.arena
         records, joined = shard_runs.join(self._records[0], arena, self.floats, self.run_length)
-        self._work_bytes[0] = plan_memory(records)
+        work_bytes = plan_memory(records)
         self.plan_lines = [shard_runs.describe(self.run_length, joined)]
         table = serialize(records, arena, self._kept_alive, joined.locate)
         joined.mark(table)
@@ -153,6 +156,7 @@ class DirectRunner(Runner):
         step.pieces = pieces.ctypes.data
         step.piece_count = len(pieces)
         self._kept_alive += [pieces, own_gradients]
+        return work_bytes
 
     def _make_updates(self) -> list[Update]:
         """Returns the updates of the parameters that this rank owns, from the reduced gradients."""
