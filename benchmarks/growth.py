@@ -9,9 +9,9 @@ square. Exit code 1 if a slope is above LIMIT.
 
     python benchmarks/growth.py [--probes layers] [--rounds 3] [--factor 0.1]
 
-Layers are pairs of Linear(16, 16) and ReLU, with a batch of 64 samples. Shards have 16 samples of
-4 x 4 pixels, and the network is an MLP. "train" is a whole `odyssey train --steps 1` on files of
-such samples.
+Layers are pairs of Linear(32, 32) and ReLU, with a batch of 64 samples, so that shards run together
+with any number of them. Shards have 16 samples of 4 x 4 pixels, and the network is an MLP. "train"
+is a whole `odyssey train --steps 1` on files of such samples.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def steps(probe: str, size: int) -> dict[str, float]:
     """The figures of a training of this process: the first step, and the mean of later ones."""
     from odyssey import DistributedTrainer, data, nn, optim
 
-    layers = [nn.Flatten(), nn.Linear(16, 16)]
+    layers = [nn.Flatten(), nn.Linear(16, 32)]
     samples = batch = 4 * SHARD_SIZE
     if probe == "layers":
-        layers += [layer for _ in range(size) for layer in (nn.Linear(16, 16), nn.ReLU())]
+        layers += [layer for _ in range(size) for layer in (nn.Linear(32, 32), nn.ReLU())]
     elif probe == "shards":
         samples = batch = SHARD_SIZE * size
     else:
@@ -65,7 +65,7 @@ def steps(probe: str, size: int) -> dict[str, float]:
     optimizer = optim.AdamW(lr=1e-3)
     optimizer.undecayed = optim.vectors
     trainer = DistributedTrainer(
-        nn.Sequential(*layers, nn.Linear(16, 10)),
+        nn.Sequential(*layers, nn.Linear(32, 10)),
         optimizer,
         threads=1,
         shard_size=SHARD_SIZE,

@@ -6,6 +6,7 @@ time may overlap.
 from __future__ import annotations
 
 import bisect
+import cProfile
 import dataclasses
 from random import Random
 
@@ -341,6 +342,26 @@ def test_memory_of_a_deep_network_is_planned_once_and_in_one_order(forced, monke
     for batch in data.DataLoader(data.arrays(x, y, classes=16), batch_size=64):
         trainer.train_step(batch)
     assert len(plans) == 1 and len(orders) == 1
+
+
+def calls_of_first_step(layers):
+    """The calls of functions in the first step of a network, whose shards run together."""
+    pairs = [layer for _ in range(layers) for layer in (nn.Linear(32, 32), nn.ReLU())]
+    trainer = DistributedTrainer(
+        nn.Sequential(*pairs), optim.SGD(lr=0.1), shard_size=16, threads=1, backend="local"
+    )
+    x, y = np.zeros((64, 32), np.float32), np.zeros(64, np.int32)
+    (batch,) = data.DataLoader(data.arrays(x, y, classes=32), batch_size=64)
+    profile = cProfile.Profile()
+    profile.runcall(trainer.train_step, batch)
+    assert "shards together" in trainer.plan
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+def test_the_first_step_grows_with_the_layers_and_no_faster():
+    """Counted where NumPy plans the memory: a loop over few slots is quadratic, and faster."""
+    few, more, most = (calls_of_first_step(layers) for layers in (110, 220, 440))
+    assert (most - more) / (more - few) < 2**1.05
 
 
 def planned(name, shape, size, **settings):
