@@ -487,9 +487,9 @@ def _live_bytes(slots: list[Slot]) -> int:
         nbytes = _aligned(s.nbytes)
         changes[s.first] = changes.get(s.first, 0) + nbytes
         changes[s.last + 1] = changes.get(s.last + 1, 0) - nbytes
-    most = max(itertools.accumulate(changes[i] for i in sorted(changes)), default=0)
+    peak = max(itertools.accumulate(changes[i] for i in sorted(changes)), default=0)
     # Nothing has to be free between the last slot and the next multiple.
-    return max(most - native.ALIGNMENT + 1, 0)
+    return max(peak - native.ALIGNMENT + 1, 0)
 
 
 def _pages(nbytes: int) -> int:

@@ -102,11 +102,11 @@ class DirectRunner(Runner):
         """
         step = self.step
         programs = self._records
-        needed = []  # bytes of the workspace that each program needs for a shard
+        work_sizes = []  # bytes of the workspace that each program needs for a shard
         if self.run_length:
-            needed.append(self._set_runs())
+            work_sizes.append(self._set_runs())
             programs = programs[1:]  # a last shard with fewer samples may have a program of its own
-        needed += [plan_memory(records) for records in programs]
+        work_sizes += [plan_memory(records) for records in programs]
         tables = [
             serialize(records, self.arena, self._kept_alive, self._locate_floats)
             for records in programs
@@ -117,7 +117,7 @@ class DirectRunner(Runner):
                 step.take_tail(tables[0], cleared)
             else:
                 step.take(tables, cleared)
-        work_bytes = max(needed)
+        work_bytes = max(work_sizes)
         workspaces = len(self.plan.threads) * max(self.run_length, 1)
         work = self.storage("work", workspaces * work_bytes)
         step.work = work.ctypes.data
