@@ -93,10 +93,9 @@ def run(probe: str, size: int, folder: Path) -> dict[str, float]:
     samples = size if "samples" in probe else SHARD_SIZE * shards
     file = folder / f"{samples}.npz"
     if not file.exists():
-        import numpy as np
-
-        x, y = images(samples)
-        np.savez(file, x=x, y=y)
+        # In another process: the system counts the memory of this one as its children's.
+        words = ["--probe", "file", "--size", str(samples), "--output", str(file)]
+        common.child([sys.executable, __file__, *words])
     words = ("--model", "mlp", "--dataset", "npz", "--data-dir", str(file), "--no-eval")
     sizes = ("--shard-size", str(SHARD_SIZE), "--global-batch-size", str(SHARD_SIZE * shards))
     used = common.child(
@@ -147,6 +146,12 @@ def main() -> int:
     parser.add_argument("--size", type=int, help=common.INTERNAL)
     parser.add_argument("--output", type=Path, help=common.INTERNAL)
     options = parser.parse_args()
+    if options.probe == "file":
+        import numpy as np
+
+        x, y = images(options.size)
+        np.savez(options.output, x=x, y=y)
+        return 0
     if options.probe:
         options.output.write_text(json.dumps(steps(options.probe, options.size)))
         return 0
