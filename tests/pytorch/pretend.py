@@ -134,6 +134,9 @@ class Pretend(torch.Tensor):
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.raw.untyped_storage()
 
+    def record_stream(self, stream: Any) -> None:
+        """Does nothing, because memory isn't used again while a tensor has it."""
+
     def data_ptr(self) -> int:
         return ADDRESS_BIT | self.raw.data_ptr()
 

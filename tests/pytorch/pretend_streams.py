@@ -45,8 +45,11 @@ _memory: weakref.WeakKeyDictionary[Any, dict[str, Clock]] = weakref.WeakKeyDicti
 
 
 class Event:
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.clock = clock or {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.clock = (stream or current_stream()).record_event().clock
 
 
 class Stream:
@@ -55,7 +58,7 @@ class Stream:
     _not_state = ("clock", "number")
     _count = 0
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
         Stream._count += 1
         self.number = Stream._count
         self.clock: Clock = {self.number: 0}
@@ -67,6 +70,9 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         with checked.lock:
             _merge(self.clock, event.clock)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
 
     def synchronize(self) -> None:
         with checked.lock:
@@ -115,31 +121,45 @@ def stream(wanted: Stream) -> Iterator[None]:
 
 
 class _Storage:
-    """The memory of tensors, by its address; PyTorch makes a new object for each look at it."""
-
-    def __init__(self, address: int) -> None:
-        self.address = address
+    """The memory of tensors; PyTorch makes a new object for each look at it."""
 
 
 def _storage_of(tensor: pretend.Pretend) -> Any:
-    # tensors keep it, so that an address that is used again is new memory
-    raw = tensor.raw.untyped_storage()
+    # tensors keep it, so that a number that is used again is new memory
+    number = tensor.raw.untyped_storage()._cdata
     kept = getattr(tensor, "_memory", None)
     if kept is None:
-        kept = _kept_of_address.get(raw.data_ptr())
+        kept = _kept_of_number.get(number)
         if kept is None:
-            kept = _kept_of_address[raw.data_ptr()] = _Storage(raw.data_ptr())
+            kept = _kept_of_number[number] = _Storage()
         tensor._memory = kept
     return kept
 
 
-_kept_of_address: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
+_kept_of_number: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
 _run = pretend.run
 
 
+def _run_functional(func: Any, tensor: pretend.Pretend, *args: Any) -> pretend.Pretend:
+    """Runs an operation of torch.distributed._functional_collectives, which DTensors use."""
+    name = func.overloadpacket.__name__
+    if name in ("wait_tensor", "_wrap_tensor_autograd"):  # nothing is under way
+        return pretend.Pretend(tensor.raw)
+    assert name == "all_gather_into_tensor", func
+    size, group = args
+    gathered = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
+    group = dist.distributed_c10d._resolve_process_group(group)
+    dist.all_gather_into_tensor(gathered, tensor.contiguous(), group)
+    return gathered
+
+
 def _run_checked(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if func.namespace == "_c10d_functional":
+        return _run_functional(func, *args)
     if func._can_decompose() and pretend._is_composite(func):
         return func.decompose(*args, **kwargs)
+    if func.is_view:  # it looks at no number
+        return _run(func, args, kwargs)
     arguments = func._schema.arguments
     read: list[Any] = []
     written: list[Any] = []
@@ -158,9 +178,17 @@ def _run_checked(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     given = set(map(id, (*read, *written)))
     new = [_storage_of(t) for t in made if id(_storage_of(t)) not in given]
     here.run([], new)
-    if any(not isinstance(t, pretend.Pretend) for t in leaves):
-        here.synchronize()  # a copy to the host
+    if any(not isinstance(t, pretend.Pretend) for t in leaves) or _waits_for_copy(func, args):
+        here.synchronize()  # a copy to or from the host
     return result
+
+
+def _waits_for_copy(func: Any, args: Any) -> bool:
+    """Returns whether the host waits for an operation, because it copies from pageable memory."""
+    if func is not torch.ops.aten.copy_.default:
+        return False
+    _, source, *is_late = args
+    return not isinstance(source, pretend.Pretend) and not any(is_late)
 
 
 def use(own_stream: bool = True) -> str:
@@ -171,8 +199,8 @@ def use(own_stream: bool = True) -> str:
     pretend.run = _run_checked
     module = torch.get_device_module(pretend.NAME)
     module.device = contextlib.nullcontext
-    for name, value in (("current_stream", current_stream), ("stream", stream), ("Stream", Stream)):
-        setattr(module, name, value)
+    for part in (current_stream, stream, Stream, Event):
+        setattr(module, part.__name__, part)
     if own_stream:
         _threads.stream = Stream()
     # a device that is written in Python has no pool of streams for callbacks of futures
