@@ -5,6 +5,7 @@ checkpoints move between devices. The device is a pretended one (pretend.py).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import random
 import threading
@@ -89,8 +90,12 @@ def train(
     folder: Path | None = None,
     stop: int | None = None,
     other_arithmetic: bool = False,
+    where: str = "cpu",
 ) -> dict[str, Any]:
-    """Trains a random net on a device, and returns everything that a user may look at."""
+    """Trains a random net on a device, and returns everything that a user may look at.
+
+    where: the device of the batches.
+    """
     r = random.Random(number)
     net = draw_net(r).to(device)
     optimizer = draw_optimizer(r, net)
@@ -108,7 +113,7 @@ def train(
         seed=number,
         other_arithmetic=other_arithmetic,
     )
-    batches = make_batches(number)
+    batches = [(x.to(where), y.to(where)) for x, y in make_batches(number)]
     saving = {"checkpoint_dir": folder} if folder else {}
     history = trainer.fit(
         batches,
@@ -152,6 +157,20 @@ def test_checkpoints_move_between_devices_if_other_results_are_allowed(tmp_path,
         mock.run(1, train, number, devices[1], tmp_path)
     for found in mock.run(3, train, number, devices[1], tmp_path, None, True):
         assert_same(found, {**expected, "losses": found["losses"]})
+
+
+@pytest.mark.parametrize(("number", "device"), [(6, pretend.NAME), (7, pretend.NAME), (8, "cpu")])
+def test_batches_on_a_device_have_the_bits_of_batches_of_the_host(tmp_path, number, device):
+    train_on_device = functools.partial(train, where=pretend.NAME)
+    (expected,) = mock.run(1, train, number, device)
+    for ranks in (1, 3):
+        arguments = (number, device, tmp_path / str(ranks), 3)
+        mock.run(ranks, train_on_device, *arguments)
+        # the resumed run compares the fingerprint of the last batch with that of the host's
+        for found in mock.run(4 - ranks, train, *arguments[:3]):
+            assert_same(found, {**expected, "losses": found["losses"]})
+    for found in mock.run(2, train_on_device, number, device):
+        assert_same(found, expected)
 
 
 class KeepsTensors(callbacks.Callback):
@@ -446,7 +465,11 @@ def test_marks_of_tensors_are_those_of_the_cpu(dtype, shape):
 
 
 def count_copies(
-    shard_size: int, clip_norm: float | None, use_statistics: bool, **options: Any
+    shard_size: int,
+    clip_norm: float | None,
+    use_statistics: bool,
+    where: str = "cpu",
+    **options: Any,
 ) -> list[list[int]]:
     """Returns for each step the elements of each copy to the host."""
     norm = nn.BatchNorm1d(5) if use_statistics else nn.LayerNorm(5)
@@ -465,7 +488,7 @@ def count_copies(
             found.append(list(pretend.copies.sizes))
             pretend.copies.sizes.clear()
 
-    batches = make_batches(1)
+    batches = [(x.to(where), y.to(where)) for x, y in make_batches(1)]
     trainer.fit(batches, epochs=3, callbacks=[Count()], verbose=False)
     return found[2:]  # the first steps look at the loss and at what forward() changes
 
@@ -481,6 +504,12 @@ def test_host_waits_as_often_for_many_shards_as_for_one(clip_norm, use_statistic
     clipping = [largest, squares] if clip_norm else []
     after = [counters] if use_statistics else []
     assert many == [[*before, sums, extremes, *clipping, *after]] * 4
+
+
+@pytest.mark.parametrize("metrics", [["accuracy"], ["f1"]])
+def test_host_copies_nothing_of_a_batch_that_is_on_the_device(metrics):
+    ways = [count_copies(4, None, False, where, metrics=metrics) for where in ("cpu", pretend.NAME)]
+    assert ways[0] == ways[1]
 
 
 def test_host_does_not_wait_for_the_weight_of_a_shard():

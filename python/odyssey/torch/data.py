@@ -9,6 +9,7 @@ separately, so padding doesn't depend on the ranks.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -26,7 +27,7 @@ from ..data import ArrayDataset, Batch, Part, Pieces, SampleTrial, leaves, mappe
 from ..errors import ConfigError, DataError, check_integer
 from ..parallel import plan
 from ..train import check_batches, check_sampler
-from .device import default_shard_size
+from .device import Device, default_shard_size, host_array
 from .seeded import (
     GENERATOR_OF_WORKER,
     SamplesOfShard,
@@ -58,24 +59,33 @@ def tree_of(value: Any) -> Any:
     return tuple(map(tree_of, value)) if isinstance(value, (tuple, list)) else value
 
 
-def _view_as_array(leaf: Any) -> np.ndarray:
-    """Returns the memory of a tensor, or of an array or number.
+def _view_leaf(leaf: Any) -> np.ndarray | torch.Tensor:
+    """Returns the memory of a tensor, or of an array or number, as an array.
 
-    NumPy has no bfloat16, so that becomes float32. A tensor on a device is copied to the host.
+    NumPy has no bfloat16, so that becomes float32. A tensor on a device stays a tensor there.
     """
     is_tensor = isinstance(leaf, torch.Tensor)
-    tensor = leaf.detach().cpu() if is_tensor else torch.from_numpy(np.array(leaf))
-    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+    tensor = leaf.detach() if is_tensor else torch.from_numpy(np.array(leaf))
+    tensor = tensor.float() if tensor.dtype is torch.bfloat16 else tensor
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor
+
+
+def _bring_to_host(leaf: np.ndarray | torch.Tensor) -> np.ndarray:
+    return host_array(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
 class Samples(ArrayDataset):
-    """The samples of one batch of tensors, of any dtype that NumPy has."""
+    """The samples of one batch of tensors, of any dtype that NumPy has.
+
+    Tensors on a device stay there. The host copies them if it looks at their numbers, for example
+    for the fingerprint of a batch.
+    """
 
     normalised = False
 
     def __init__(self, inputs: Any, targets: Any, name: str) -> None:
         try:
-            x, y = (mapped(_view_as_array, tree_of(tree)) for tree in (inputs, targets))
+            x, y = (mapped(_view_leaf, tree_of(tree)) for tree in (inputs, targets))
         except TypeError as problem:
             raise DataError(
                 f"{name}: {problem}; tensors or arrays, or tuples or dicts of them, are allowed"
@@ -86,16 +96,33 @@ class Samples(ArrayDataset):
                 f"{name}: its tensors have {counts} samples; the same number, at least one, is "
                 "needed"
             )
-        super().__init__(x, y, 0, _NONE, _NONE, name)
+        self._set(samples=counts[0], stored=(x, y), name=name)
 
-    def __post_init__(self) -> None:
-        """Skips the checks of an ArrayDataset, which need not hold for what PyTorch is given."""
+    def _set(self, **attributes: Any) -> None:
+        """Sets attributes, which assignments to a frozen dataclass can't."""
+        self.__dict__.update(classes=0, scale=_NONE, shift=_NONE, **attributes)
+
+    @functools.cached_property
+    def images(self) -> Any:
+        x, _ = self.__dict__["stored"]
+        return mapped(_bring_to_host, x)
+
+    @functools.cached_property
+    def labels(self) -> Any:
+        _, y = self.__dict__["stored"]
+        return mapped(_bring_to_host, y)
+
+    def __len__(self) -> int:
+        return self.__dict__["samples"]
 
     def gather(self, indices: np.ndarray) -> tuple[Any, Any]:
         """Returns inputs and targets at `indices` (B,), which follow each other, without copies."""
-        lo = int(indices[0])
-        hi = int(indices[-1]) + 1
-        return tuple(mapped(lambda a: a[lo:hi], tree) for tree in (self.images, self.labels))  # type: ignore[return-value]
+        return self.rows(slice(int(indices[0]), int(indices[-1]) + 1))
+
+    def cut(self, lo: int, hi: int) -> tuple[Any, Any]:
+        """Returns inputs and targets lo to hi - 1, as arrays or as tensors on their device."""
+        x, y = self.__dict__["stored"]
+        return mapped(lambda a: a[lo:hi], x), mapped(lambda a: a[lo:hi], y)
 
 
 class Shared(Samples):
@@ -117,7 +144,8 @@ class Shared(Samples):
         read_shard: Callable[[int], Any],
         name: str,
     ) -> None:
-        ArrayDataset.__init__(self, np.zeros((samples, 1), np.uint8), (), 0, _NONE, _NONE, name)
+        stored = np.zeros((samples, 1), np.uint8), ()
+        self._set(samples=samples, stored=stored, name=name)
         self.__dict__.update(shard_size=shard_size, shards=shards, read_shard=read_shard)
 
     def shard(self, lo: int, hi: int) -> Any:
@@ -441,27 +469,31 @@ def _split_batch(item: Any, targets: bool) -> tuple[Any, Any]:
 
 
 def part(
-    batch: Batch, lo: int, hi: int, targets: bool = True, is_copied: bool = False
+    batch: Batch, lo: int, hi: int, targets: bool = True, device: Device | None = None
 ) -> tuple[Any, Any]:
-    """Returns the inputs and targets of samples lo to hi - 1 of a batch, as copies in tensors.
+    """Returns the inputs and targets of samples lo to hi - 1 of a batch, as tensors.
 
-    Integer targets of odyssey's own data sets become int64. They are copies because a forward pass
-    may write into its inputs, and because the last bits of a product of matrices may depend on
-    where in a cache line a matrix starts.
+    Integer targets of odyssey's own data sets become int64. Tensors on the device are copies
+    because a forward pass may write into its inputs, and because the last bits of a product of
+    matrices may depend on where in a cache line a matrix starts.
 
-    targets: False if they aren't needed. is_copied: True if tensors of the CPU are copied to a
-        device next, so that they need no other copy.
+    targets: False if they aren't needed. device: the device that they are needed on; None for the
+        CPU. If it isn't the CPU, tensors of the CPU stay there, and are copied to it next.
     """
+    is_host = device is None or device.is_host
+    place = torch.device("cpu") if device is None else device.torch_device
 
     def copy(leaf: Any) -> Any:
         tensor = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
-        if is_copied and isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+        if not isinstance(tensor, torch.Tensor) or (tensor.device.type == "cpu" and not is_host):
             return tensor
-        return tensor.clone() if isinstance(tensor, torch.Tensor) else tensor
+        return tensor.clone() if tensor.device == place else tensor.to(place)
 
     if isinstance(batch.dataset, Shared):
         return mapped(copy, tree_of(_split_batch(batch.dataset.shard(lo, hi), targets)))
-    x, y = batch.dataset.gather(batch.indices[lo:hi])
-    if not isinstance(batch.dataset, Samples):
-        y = mapped(lambda a: a.astype(np.int64) if a.dtype == np.int32 else a, y)
+    indices = batch.indices[lo:hi]
+    if isinstance(batch.dataset, Samples):
+        return mapped(copy, batch.dataset.cut(int(indices[0]), int(indices[-1]) + 1))
+    x, y = batch.dataset.gather(indices)
+    y = mapped(lambda a: a.astype(np.int64) if a.dtype == np.int32 else a, y)
     return mapped(copy, (x, y))

@@ -226,7 +226,7 @@ class ModuleStepper(Stepper):
     ) -> tuple[Any, Any]:
         """Returns inputs and targets of samples lo to hi - 1 of a batch, on the device."""
         device = self.arena.device
-        return device.bring(part(batch, lo, hi, targets, is_copied=not device.is_host))
+        return device.bring(part(batch, lo, hi, targets, device))
 
     def _watch_shard(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context that watches what BatchNorm gets in a shard of the first step."""
