@@ -22,7 +22,7 @@ from pytorch import pretend
 from odyssey.comm import Communicator
 from odyssey.core import native
 from odyssey.errors import CollectiveError
-from odyssey.torch import DistributedTrainer, links, rank_sums
+from odyssey.torch import DistributedTrainer, links, part_moves, rank_sums
 
 TINY = 1e-3
 rank_sums.PIECE_FLOATS = 100  # several pieces, the last one smaller
@@ -140,6 +140,33 @@ def zero() -> str:
     return train(True, shard_size=4, zero=1)
 
 
+def train_in_parts(stage: int) -> str:
+    """Trains with ZeRO 2 or 3, whose parts may not go through the memory of the host."""
+    trainer = make(shard_size=4, zero=stage)
+    is_direct = trainer.comm.size > 1
+    assert isinstance(trainer.shards.moves, part_moves.LinkedMoves) == is_direct
+    trainer.fit(batches(34, 3, 20), epochs=2, verbose=False)
+    # frozen parameters are in other buckets
+    trainer.module[0].weight.requires_grad_(False)
+    trainer.fit(batches(34), epochs=3, verbose=False)
+    assert isinstance(trainer.shards.moves, part_moves.LinkedMoves) == is_direct
+    return trainer.weights_sha256()
+
+
+def zero2() -> str:
+    return train_in_parts(2)
+
+
+def zero3() -> str:
+    return train_in_parts(3)
+
+
+def peers_zero3() -> str:
+    links.WAYS[pretend.NAME] = [("peers", connect_peers)]
+    links._known_links.clear()
+    return train_in_parts(3)
+
+
 def fp16() -> str:
     return train(True, shard_size=4, precision="fp16", scaler_init_scale=2.0**24)
 
@@ -194,7 +221,22 @@ def errors() -> str:
     return before
 
 
-CASES = {f.__name__: f for f in (direct, zero, fp16, hierarchical, frozen, errors, no_way, peers)}
+CASES = {
+    case.__name__: case
+    for case in (
+        direct,
+        zero,
+        zero2,
+        zero3,
+        fp16,
+        hierarchical,
+        frozen,
+        errors,
+        no_way,
+        peers,
+        peers_zero3,
+    )
+}
 links.WAYS[pretend.NAME] = [("nothing", fail), ("wrong", connect_wrong), ("Gloo", connect)]
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
@@ -47,6 +48,7 @@ from .device import Device, device_of
 from .links import Links
 from .memory import ALIGN
 from .modes import Modes
+from .part_moves import HostMoves, LinkedMoves
 from .rank_sums import DeviceSums
 from .shard_draws import SELDOM_USED, ShardDraws, runs_own_code
 
@@ -446,6 +448,14 @@ class Shards:
         if problem:
             self.tell(f"[torch] sums of ranks go through the memory of the host: {problem}")
         return self._links
+
+    @functools.cached_property
+    def moves(self) -> HostMoves:
+        """How parts of the module move between ranks; the first use is a collective call."""
+        links = self._find_links()
+        if links is None:
+            return HostMoves(self.comm, self.arena.device)
+        return LinkedMoves(self.comm, self.arena.device, links)
 
     def traffic(self) -> tuple[int, int, int]:
         """Returns the bytes that this rank has sent so far: in all, how many they would be without

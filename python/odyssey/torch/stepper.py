@@ -26,7 +26,7 @@ from . import huggingface, separable
 from . import metrics as metric_sums
 from .changing import ForwardCheck, ForwardWatch
 from .data import part, tree_of
-from .device import host_array, on_host
+from .device import host_array
 from .first_shard import gathered_prints
 from .optimizer_parts import OptimizerParts
 from .shards import BatchSums, Shards, is_compiled, weight_of
@@ -569,8 +569,7 @@ class ModuleStepper(Stepper):
                         "each rank updates other parameters; use zero=0"
                     )
             if self.zero in (1, 2) and self.comm.size > 1:
-                with on_host(self.arena.params) as parameters:
-                    self.comm.all_gather_v(parameters, self.parts.ranges)
+                self.shards.moves.all_gather(self.arena.params, self.parts.ranges)
         self.shards.settle(finite)
         return finite
 

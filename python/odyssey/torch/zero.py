@@ -31,12 +31,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..comm import Communicator
-from ..core import native
 from ..errors import ConfigError
 from ..parallel import StepOutcome
 from ..parallel import plan as planning
 from .arena import ModuleArena
-from .device import host_array, on_host
+from .device import host_array
 from .memory import ALIGN
 from .shards import OpenBatch, Shards, lay_out_sums
 
@@ -48,7 +47,7 @@ READY = -2  # the gradients of a bucket are complete, and the shard is still run
 #: Operations of eval mode that round to bfloat16 inside, under autocast. A dispatch mode calls
 #: operations with autocast off, so it is turned on for these.
 FUSED = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
-Nodes = list[tuple[int, np.ndarray]]  # (number of shards, their sum), the largest number first
+Nodes = list[tuple[int, torch.Tensor]]  # (number of shards, their sum), the largest number first
 
 
 def _refuse_copy(memo: Any) -> Any:
@@ -124,7 +123,7 @@ class Bucket:
         return self.grads[start:stop].as_strided(shape, stride)
 
 
-def add(nodes: Nodes, leaf: np.ndarray) -> None:
+def add(nodes: Nodes, leaf: torch.Tensor) -> None:
     """Adds the next shard `leaf` to the sums of the shards before it, along the tree.
 
     Two sums of equally many shards become one, as in a binary counter. The memory of `leaf` is used
@@ -132,17 +131,22 @@ def add(nodes: Nodes, leaf: np.ndarray) -> None:
     """
     size = 1
     while nodes and nodes[-1][0] == size:
-        np.add(nodes.pop()[1], leaf, out=leaf)
+        torch.add(nodes.pop()[1], leaf, out=leaf)
         size *= 2
     nodes.append((size, leaf))
 
 
-def folded(nodes: Nodes) -> np.ndarray:
+def folded(nodes: Nodes) -> torch.Tensor:
     """Returns the sum over all shards: it adds the remaining nodes, the smallest first."""
     total = nodes[-1][1]
     for _, node in reversed(nodes[:-1]):
-        np.add(node, total, out=total)
+        torch.add(node, total, out=total)
     return total
+
+
+def _keep_alone(node: torch.Tensor) -> torch.Tensor:
+    """Returns a node in memory that has nothing else."""
+    return node if node.untyped_storage().nbytes() == 4 * node.numel() else node.clone()
 
 
 class _FetchOnUse(TorchDispatchMode):
@@ -187,9 +191,11 @@ class Spread(Shards):
         self._is_gathered = False  # this rank has all parameters
         # the numbers of buckets whose parameters this rank has, the one used last at the end
         self._live_buckets: list[int] = []
-        # The sum of a bucket that is being sent: its request, its bucket, the memory that receives,
-        # and the memory that sends, which must not be freed before the request is complete.
-        self._sum_under_way: tuple[Any, Bucket, np.ndarray, np.ndarray] | None = None
+        # The sum of a bucket that is being sent: what waits for it, its bucket, the memory that
+        # receives, and the memory that sends, which must not be freed before it is complete.
+        self._sum_under_way: tuple[Callable[[], Any], Bucket, torch.Tensor, torch.Tensor] | None = (
+            None
+        )
         self._round_count = self._round = self._shard_count = 0
         super().__init__(module, comm, *arguments, **held)
         if comm.in_threads and not self.arena.device.is_host:
@@ -231,7 +237,7 @@ class Spread(Shards):
         # the tail: all results of a shard but its gradients, which are in buckets
         self._layout = lay_out_sums(0, arena)
         self._tail = torch.zeros(self._layout.end, device=arena.device.torch_device)
-        self._tail_nodes = list[tuple[int, np.ndarray]]()
+        self._tail_nodes: Nodes = []
         self.owned = self._cut_into_buckets(trained_runs)
         self.summed = [b for buckets in self.owned for b in buckets]
         frozen = [b for buckets in self._cut_into_buckets(frozen_runs) for b in buckets]
@@ -263,12 +269,14 @@ class Spread(Shards):
 
     def agree(self, description: dict[str, Any]) -> None:
         super().agree(description)
+        self._find_links()
         self._keep_local_parameters()
 
     def arrange(self, trained: Collection[str]) -> None:
         if self.zero == 3 and not self._is_gathered:
             self._gather_parameters()
         super().arrange(trained)
+        vars(self).pop("moves", None)  # it has plans for the old buckets
         self._keep_local_parameters()
 
     def _keep_local_parameters(self) -> None:
@@ -366,8 +374,7 @@ class Spread(Shards):
             flat = bucket.flat.clone() if is_owner else self.arena.device.zeros(bucket.floats)
             flats.append(flat)
             if bucket.floats:
-                with on_host(flat) as values:
-                    self.comm.broadcast(values, root=bucket.owner)
+                self.moves.broadcast(flat, bucket.owner)
         self._attach_parameters(self.buckets, flats)
         self._is_gathered = True
         return flats
@@ -446,14 +453,9 @@ class Spread(Shards):
         nbytes = 4 * bucket.floats
         if not is_owner and storage.nbytes() < nbytes:
             storage.resize_(nbytes)
-        if self.arena.device.is_host:
-            # Tensor.numpy() isn't used: torch can't give back memory that a NumPy array refers to.
-            memory = native.memory(bucket.flat.data_ptr(), nbytes).view(np.float32)
-            self.comm.broadcast(memory, root=bucket.owner)
-        else:
-            # the copies to and from the host are operations too, which must not fetch the bucket
-            with _disable_current_modes(), on_host(bucket.flat) as values:
-                self.comm.broadcast(values, root=bucket.owner)
+        # copies to and from the host are operations too, which must not fetch the bucket
+        with _disable_current_modes():
+            self.moves.broadcast(bucket.flat, bucket.owner)
         self._uncounted_traffic[:2] += nbytes * (self.comm.size - 1) * is_owner
         if not is_owner and not keep and n not in self._live_buckets:
             with contextlib.suppress(ConfigError):
@@ -591,16 +593,16 @@ class Spread(Shards):
         local_floats = hi - lo
         send_counts = [(hi - lo) * (rank < senders) for lo, hi in bucket.cut]
         sent_floats = sum(send_counts)
-        # without gradients the bucket counts as zeros
-        sent = np.zeros(sent_floats, np.float32)
-        if bucket.grads is not None:
-            sent = host_array(bucket.grads)
-        received = np.empty((senders, local_floats), np.float32)
+        device = self.arena.device
         receive_counts = [local_floats * (source < senders) for source in range(ranks)]
-        request = self.comm.all_to_all_v(
-            sent[:sent_floats], send_counts, received.reshape(-1), receive_counts, wait=False
-        )
-        self._sum_under_way = request, bucket, received, sent
+        with _disable_current_modes():
+            # without gradients the bucket counts as zeros
+            sent = device.zeros(sent_floats) if bucket.grads is None else bucket.grads
+            received = torch.empty(senders * local_floats, device=device.torch_device)
+            finish = self.moves.start_all_to_all(
+                ("sum", n, senders), sent[:sent_floats], send_counts, received, receive_counts
+            )
+        self._sum_under_way = finish, bucket, received.view(senders, local_floats), sent
         self._uncounted_traffic[:2] += 4 * (sent_floats - send_counts[rank])
         self._sums_sent.add(n)
         bucket.grads = None
@@ -608,16 +610,14 @@ class Spread(Shards):
     def _finish_sum(self) -> None:
         """Waits for the exchange that was started last, and adds what this rank received."""
         if self._sum_under_way is not None:
-            request, bucket, received, _ = self._sum_under_way
+            finish, bucket, received, _ = self._sum_under_way
             self._sum_under_way = None
-            request.wait()
-            for leaf in received:
-                add(bucket.nodes, leaf)
-            # a node that is a view would keep all of `received` in memory
-            bucket.nodes = [
-                (shards, node.copy() if node.base is not None else node)
-                for shards, node in bucket.nodes
-            ]
+            with _disable_current_modes():
+                finish()
+                for leaf in received:
+                    add(bucket.nodes, leaf)
+                # a node that is a view would keep all of `received` in memory
+                bucket.nodes = [(shards, _keep_alone(node)) for shards, node in bucket.nodes]
 
     def _close_round(self) -> None:
         """Completes the sums of a round, in which this rank has run a shard, had none, or failed.
@@ -632,7 +632,7 @@ class Spread(Shards):
         self._finish_sum()
         remaining_shards = self._shard_count - self._round * self.comm.size
         tails = self.comm.all_gather(host_array(self._tail))
-        for leaf in tails[:remaining_shards]:
+        for leaf in torch.from_numpy(tails[:remaining_shards]):
             add(self._tail_nodes, leaf)
         self._round += 1
         self._votes[1:] = 0
@@ -641,7 +641,7 @@ class Spread(Shards):
     def _complete_sums(self) -> torch.Tensor:
         if not self._open_batch.train:
             return super()._complete_sums()
-        return self.arena.device.put(torch.from_numpy(folded(self._tail_nodes)))
+        return self.arena.device.put(folded(self._tail_nodes))
 
     def _store_mean(self, result: torch.Tensor, weight: float) -> None:
         """Sends each owner the sums of its buckets, and divides them into its mean gradient.
@@ -651,14 +651,16 @@ class Spread(Shards):
         """
         for k in range(max(map(len, self.owned))):
             bucket_of_rank = [buckets[k] if k < len(buckets) else None for buckets in self.owned]
-            self._store_bucket_mean(bucket_of_rank, weight)
+            self._store_bucket_mean(k, bucket_of_rank, weight)
 
-    def _store_bucket_mean(self, bucket_of_rank: list[Bucket | None], weight: float) -> None:
-        """Exchanges the sums of one bucket of each owner, and stores the mean of this rank's."""
+    def _store_bucket_mean(
+        self, k: int, bucket_of_rank: list[Bucket | None], weight: float
+    ) -> None:
+        """Exchanges the sums of bucket k of each owner, and stores the mean of this rank's."""
         rank = self.comm.rank
+        device = self.arena.device
         sums = [
-            np.empty(0, np.float32) if bucket is None else folded(bucket.nodes)
-            for bucket in bucket_of_rank
+            device.zeros(0) if bucket is None else folded(bucket.nodes) for bucket in bucket_of_rank
         ]
         send_counts = [len(total) for total in sums]
         local_bucket = bucket_of_rank[rank]
@@ -667,15 +669,16 @@ class Spread(Shards):
         if local_bucket is not None:
             floats = local_bucket.floats
             receive_counts = [hi - lo for lo, hi in local_bucket.cut]
-        received = np.empty(floats, np.float32)
-        self.comm.all_to_all_v(np.concatenate(sums), send_counts, received, receive_counts)
+        received = torch.empty(floats, device=device.torch_device)
+        finish = self.moves.start_all_to_all(
+            ("mean", k), torch.cat(sums), send_counts, received, receive_counts
+        )
+        finish()
         self._uncounted_traffic[:2] += 4 * (sum(send_counts) - send_counts[rank])
         if local_bucket is not None:
             start = local_bucket.at - self.arena.end(self.arena.held.start)
             mean = self.gradient[start : start + floats]
-            device = self.arena.device
-            total = device.put(torch.from_numpy(received))
-            torch.div(total, device.number(weight), out=mean)
+            torch.div(received, device.number(weight), out=mean)
         for bucket in filter(None, bucket_of_rank):
             bucket.nodes = []
 
