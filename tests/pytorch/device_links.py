@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 sys.path.append(str(Path(__file__).parents[1]))
-from pytorch import pretend
+from pytorch import pretend, pretend_streams
 
 from odyssey.comm import Communicator
 from odyssey.core import native
@@ -167,6 +167,13 @@ def peers_zero3() -> str:
     return train_in_parts(3)
 
 
+def streams_zero3() -> str:
+    """ZeRO 3 on a device with streams, which finds operations that race."""
+    pretend_streams.use(own_stream=False)
+    result = train_in_parts(3)
+    return result
+
+
 def fp16() -> str:
     return train(True, shard_size=4, precision="fp16", scaler_init_scale=2.0**24)
 
@@ -235,6 +242,7 @@ CASES = {
         no_way,
         peers,
         peers_zero3,
+        streams_zero3,  # the last one, because streams stay
     )
 }
 links.WAYS[pretend.NAME] = [("nothing", fail), ("wrong", connect_wrong), ("Gloo", connect)]

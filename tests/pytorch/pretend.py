@@ -95,7 +95,8 @@ class Pretend(torch.Tensor):
     """A tensor of the device. raw: the tensor of the host that has its numbers."""
 
     raw: torch.Tensor
-    _not_state = ("raw",)  # odyssey captures attributes that are set on parameters
+    # odyssey captures attributes that are set on parameters
+    _not_state = ("raw", "_memory")
 
     @staticmethod
     def __new__(cls, raw: torch.Tensor) -> Pretend:

@@ -51,6 +51,12 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         self.clock = (stream or current_stream()).record_event().clock
 
+    def query(self) -> bool:
+        """Returns that the host knows that everything before the event is complete."""
+        with checked.lock:
+            _merge(_done, self.clock)
+        return True
+
 
 class Stream:
     """A stream: the operations that it has run, and those of others that it comes after."""

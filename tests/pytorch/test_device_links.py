@@ -11,7 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 PROGRAM = Path(__file__).with_name("device_links.py")
-CASES = "direct zero zero2 zero3 fp16 hierarchical frozen errors no_way peers peers_zero3".split()
+CASES = (
+    "direct zero zero2 zero3 fp16 hierarchical frozen errors no_way peers peers_zero3 streams_zero3"
+).split()
 HOST = "odyssey: [torch] sums of ranks go through the memory of the host: "
 NO_WAY = HOST + "nothing: the last rank has no such way; wrong: a pattern did not arrive"
 

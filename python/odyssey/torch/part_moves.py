@@ -18,6 +18,7 @@ from ..parallel import plan as planning
 from . import rank_sums
 from .device import Device, host_array, on_host
 from .links import Links
+from .streams import Handover, has_streams
 
 _FLOAT = 4  # bytes
 
@@ -104,19 +105,27 @@ class LinkedMoves(HostMoves):
         return self._plans[key]
 
     def _start(self, text: str, move: Callable[[], None]) -> Callable[[], Any]:
-        """Adds an exchange to the stream of the device, and returns a function that waits for it.
+        """Starts an exchange, and returns a function that waits for it.
+
+        It runs on another stream than the backward pass, which continues meanwhile.
 
         Raises CollectiveError: a rank has ended, or did not come before the deadline.
         """
         exchanged = Exchanged(self._comm, [self._links], text)
-        with self._device.entered():
+        device = self._device.torch_device
+        with Handover(device).beside() if has_streams(device) else self._device.entered():
             try:
                 move()
             except CollectiveError as error:
                 exchanged.broke(error)
                 raise
             exchanged.mark()
-        return exchanged.wait
+
+        def finish() -> None:
+            with self._device.entered():
+                exchanged.wait()
+
+        return finish
 
     def all_gather(self, flat: torch.Tensor, ranges: Sequence[planning.Run]) -> None:
         floats = max(1, rank_sums.PIECE_FLOATS // self._comm.size)

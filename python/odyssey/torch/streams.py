@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-#: For each device, the stream for copies that another thread than the caller's makes.
+#: For each device, the stream for copies that run beside the caller's operations.
 _copy_streams: dict[torch.device, Any] = {}
 
 
@@ -39,14 +39,23 @@ class Handover:
 
         So a stream of any thread may use the results afterwards.
         """
+        try:
+            with self.beside():
+                yield
+        finally:
+            _copy_streams[self._device].synchronize()
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Runs operations of the block after the point, on the stream for copies.
+
+        The caller's stream doesn't wait for them.
+        """
         stream = _copy_streams.get(self._device)
         if stream is None:
             stream = self._module.Stream(self._device)
             _copy_streams[self._device] = stream
         stream.wait_event(self._start)
-        try:
-            # leaving only the stream would make a context on the thread's former device
-            with self._module.device(self._device), self._module.stream(stream):
-                yield
-        finally:
-            stream.synchronize()
+        # leaving only the stream would make a context on the thread's former device
+        with self._module.device(self._device), self._module.stream(stream):
+            yield
