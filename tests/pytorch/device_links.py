@@ -32,6 +32,7 @@ class GlooLinks(links.GroupLinks):
     """Links over Gloo, which moves the memory behind pretended tensors."""
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
+        pretend_streams.note_write(flat)
         return flat.raw
 
 

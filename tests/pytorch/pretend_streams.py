@@ -142,6 +142,11 @@ def _storage_of(tensor: pretend.Pretend) -> Any:
     return kept
 
 
+def note_write(tensor: pretend.Pretend) -> None:
+    """Counts an operation of the current stream that PyTorch doesn't run, for example NCCL's."""
+    current_stream().run([], [_storage_of(tensor)])
+
+
 _kept_of_number: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
 _run = pretend.run
 
