@@ -3,7 +3,7 @@
 
 device_scripts.py DEVICE SCRIPT...
 
-Each rank prints the hash of the weights for each script. On the pretended device, streams are
+DEVICE is cpu, pretend or cuda, with a GPU for each rank. Each rank prints the hash of the weights for each script. On the pretended device, streams are
 checked (pretend_streams.py).
 """
 
@@ -238,7 +238,8 @@ def lightning_accelerator() -> Any:
         def get_parallel_devices(devices: int) -> list[torch.device]:
             return [torch.device(DEVICE, 0)] * devices
 
-    return "cpu" if DEVICE == "cpu" else PretendAccelerator()
+    by_name = {"cpu": "cpu", "cuda": "gpu"}
+    return by_name.get(DEVICE) or PretendAccelerator()
 
 
 @contextlib.contextmanager
@@ -267,11 +268,16 @@ def main() -> None:
     torch.set_num_threads(1)
     os.environ["ACCELERATE_TORCH_DEVICE"] = DEVICE
     with contextlib.ExitStack() as settings:
-        # PyTorch gives backward passes the stream of forward()
-        pretend_streams.use(own_stream=False)
+        if DEVICE == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            del os.environ["ACCELERATE_TORCH_DEVICE"]
+        else:
+            # PyTorch gives backward passes the stream of forward()
+            pretend_streams.use(own_stream=False)
         dist.init_process_group("odyssey")
-        settings.enter_context(device_for_libraries())
-        if DEVICE != "cpu":
+        if DEVICE != "cuda":
+            settings.enter_context(device_for_libraries())
+        if DEVICE == pretend_streams.pretend.NAME:
             settings.enter_context(pretend_pinned.offered())
         for name in sys.argv[2:]:
             # in one write, so that lines of ranks don't mix
