@@ -56,10 +56,7 @@ def watched(exchange_votes):
     def wrapped(spread: Spread, vote: int) -> bool:
         global peak
         done = exchange_votes(spread, vote)
-        sums = sum(node.nbytes for b in spread.buckets for _, node in b.nodes)
-        if spread._sum_under_way is not None:
-            sums += spread._sum_under_way[2].nbytes
-        peak = max(peak, tensors() + sums)
+        peak = max(peak, tensors())
         return done
 
     return wrapped
