@@ -130,8 +130,8 @@ class LinkedMoves(HostMoves):
     def all_gather(self, flat: torch.Tensor, ranges: Sequence[planning.Run]) -> None:
         floats = max(1, rank_sums.PIECE_FLOATS // self._comm.size)
         longest = max(stop - start for start, stop in ranges)
-        for at in range(0, longest, floats):
-            piece = [(min(a + at, b), min(a + at + floats, b)) for a, b in ranges]
+        for offset in range(0, longest, floats):
+            piece = [(min(a + offset, b), min(a + offset + floats, b)) for a, b in ranges]
             with self._device.entered():
                 plan = self._find_plan(tuple(b - a for a, b in piece), [0] * len(piece), piece)
 
