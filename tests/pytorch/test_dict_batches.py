@@ -186,7 +186,7 @@ def test_a_training_that_goes_on_with_the_checkpoints_shard_size(tmp_path):
 
 
 def test_two_shard_sizes_that_were_given_are_refused():
-    says = "the loader's shard_size is 5, the trainer's 8; give both the same, or only one"
+    says = "the DataLoader's shard_size is 5, and .* is 8; set both the same, or only one"
     for fit in (
         lambda t, loader: t.fit(loader),
         lambda t, loader: t.evaluate(loader),
@@ -194,7 +194,7 @@ def test_two_shard_sizes_that_were_given_are_refused():
     ):
         with pytest.raises(ConfigError, match=says):
             fit(made(Classifier(), shard_size=8), DataLoader(SAMPLES, 20, shard_size=5))
-    with pytest.raises(ConfigError, match="the loader's shard_size is 4, the trainer's 5"):
+    with pytest.raises(ConfigError, match="the DataLoader's shard_size is 4, and .* is 5"):
         made(Classifier()).fit(
             DataLoader(SAMPLES, 20, shard_size=5), DataLoader(SAMPLES, 20, shard_size=4)
         )

@@ -346,7 +346,7 @@ def test_a_parameter_that_is_unfrozen_is_trained():
 def test_a_scheduler_of_figures_is_refused():
     module = net()
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    with pytest.raises(ConfigError, match="ReduceLROnPlateau needs a figure"):
+    with pytest.raises(ConfigError, match="odyssey.callbacks.ReduceLROnPlateau"):
         DistributedTrainer(
             module, optimizer, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
         )

@@ -197,7 +197,7 @@ def test_batches_of_which_a_rank_has_its_shards(tmp_path):
     trainer = made(net(), shard_size=5)
     trainer.fit(loader(), checkpoint_dir=tmp_path)
     assert trainer.steps == 2 and {*hashes, trainer.weights_sha256()} == {hashes[0]}
-    with pytest.raises(ConfigError, match="the loader's shard_size is 5, the trainer's 10"):
+    with pytest.raises(ConfigError, match="the DataLoader's shard_size is 5, and .* is 10"):
         made(net(), shard_size=10).fit(loader())
 
 

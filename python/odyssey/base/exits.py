@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 from ..errors import LINE, CollectiveError, OdysseyError, printable
 from . import launcher, runs, slot
 from .files import wait_until_read, write_json
-from .hooks import connect, worlds
+from .hooks import connect, end_alone, show_errors, worlds
 
 DEFECT = 70
 INTERRUPTED = 130
@@ -49,15 +49,17 @@ _held: list[socket.socket] = []  # the name by which one rank of this machine sp
 _with_c: list[Any] = []  # handlers that C has the addresses of
 
 
-def install() -> None:
+def install(group: launcher.Launched | None = None) -> None:
     """Takes over the ends of this process, if it is one of several ranks; once.
 
     It replaces `sys.excepthook`, `threading.excepthook` and `sys.exit`. A hook that was there
     before still prints. They are never put back, because a rank may fail until its last exit
     handler. A child process that inherits them is no rank, and there they do what Python's do.
+
+    group: the rank in a process group, for a process that no launcher has announced.
     """
     global _installed
-    job = launcher.launched() or launcher.rendezvous()
+    job = launcher.launched() or launcher.rendezvous() or group
     if job is None or (job.size == 1 and runs.Run.current() is None) or _installed == os.getpid():
         return
     if os.environ.get(MARK, str(os.getpid())) != str(os.getpid()):
@@ -79,7 +81,7 @@ def install() -> None:
     if not faulthandler.is_enabled():
         with contextlib.suppress(Exception):  # stderr may be closed, or no file
             faulthandler.enable()
-    if sys.excepthook not in (sys.__excepthook__, _uncaught):
+    if sys.excepthook not in (sys.__excepthook__, end_alone, _uncaught):
         _previous_hooks["main"] = sys.excepthook
     if threading.excepthook not in (threading.__excepthook__, _uncaught_in_thread):
         _previous_hooks["thread"] = threading.excepthook
@@ -106,6 +108,7 @@ def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackT
     if os.getpid() != _installed:
         _previous_hooks.get("main", sys.__excepthook__)(kind, error, trace)
         return
+    show_errors()
     code, line, text = described(error)
     _flush(sys.stdout)
     words = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 import traceback
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import OdysseyError, Stopped
+from . import proc
 
 # odyssey/__init__.py fills these lists: who calls need not know who is called.
 # with each communicator of all processes, when comm has made it
@@ -26,10 +28,20 @@ def end_with_exit_codes() -> None:
     a line. Somebody else's hook is left alone.
     """
     if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _uncaught
+        sys.excepthook = end_alone
 
 
-def _uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+def show_errors() -> None:
+    """Puts standard error back if an outer hook collects what hooks print.
+
+    The hook of torch.distributed does, in a buffer that is lost when a hook ends the process.
+    """
+    if type(sys.stderr) is io.StringIO and sys.__stderr__ is not None:
+        sys.stderr = sys.__stderr__
+
+
+def end_alone(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Replaces `sys.excepthook` in a process that is alone: it ends with an error's exit code."""
     # elsewhere it is the program's own affair
     training = isinstance(error, KeyboardInterrupt) and any(
         str(frame.f_globals.get("__name__")).startswith("odyssey.")
@@ -37,6 +49,7 @@ def _uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> No
     )
     if not (training or isinstance(error, OdysseyError)) or hasattr(sys, "ps1"):
         return sys.__excepthook__(kind, error, trace)
+    show_errors()
     if training or isinstance(error, Stopped):
         print(f"odyssey: {'interrupted' if training else error}", file=sys.stderr)
     else:
@@ -53,12 +66,16 @@ def machine() -> int:
 
 
 def has_ended(process: int) -> bool:
-    """Returns whether no process of this machine has this number, for certain."""
+    """Returns whether a process of this machine has ended, for certain. Its parent may not have
+    noticed that yet.
+    """
     with contextlib.suppress(PermissionError, OverflowError):
         try:
             os.kill(process, 0)
         except ProcessLookupError:
             return True
+    with contextlib.suppress(OSError, IndexError):
+        return proc.stat(process)[0] in (b"Z", b"X")
     return False
 
 

@@ -16,9 +16,10 @@ import functools
 import hashlib
 import os
 import reprlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +30,9 @@ from odyssey.errors import ConfigError, DataError, check_integer, printable
 from ..base.paths import expand_path
 from ..base.requirements import REINSTALL
 from ..compile.library import cache_dir
+
+if TYPE_CHECKING:
+    from .reader import Batch
 
 _SHIPPED = Path(__file__).parent / "mnist"
 
@@ -71,6 +75,23 @@ def described(dataset: Any) -> str:
     shape_text = "" if shape is None else f" of {shape}"
     classes_text = f", classes={reprlib.repr(classes)}" if classes else ""
     return f"{type(dataset).__name__}({name_text}{len(dataset)} samples{shape_text}{classes_text})"
+
+
+def _concatenate(trees: Sequence[Any], name: str) -> Any:
+    """Returns trees of arrays with samples in rows as one tree.
+
+    Raises DataError: they are no trees of one form, or their samples have different shapes.
+    """
+    try:
+        return mapped(lambda *arrays: np.concatenate(arrays), *trees)
+    except (ValueError, TypeError, KeyError):
+        shapes = [[leaf.shape[1:] for leaf in leaves(tree)] for tree in trees]
+        pairs = [pair for s in shapes for pair in zip(shapes[0], s, strict=False)]
+        first, other = next((p for p in pairs if p[0] != p[1]), (shapes[0], shapes[-1]))
+        raise DataError(
+            f"{name}: accumulation_steps joins batches, but their samples have the shapes "
+            f"{first} and {other}; use samples of one shape, for example padded to one length"
+        ) from None
 
 
 class Described:
@@ -134,6 +155,28 @@ class ArrayDataset(Gathered):
     name: str
     columns: Any = None
     class_names: tuple[str, ...] = ()
+
+    @classmethod
+    def joined(cls, batches: Sequence[Batch]) -> ArrayDataset:
+        """Returns the samples of several batches, one after the other.
+
+        Raises DataError: samples of the batches have different shapes.
+        """
+        first = batches[0].dataset
+        scaling = [{"scale": b.dataset.scale, "shift": b.dataset.shift} for b in batches]
+        # then bytes stay bytes
+        alike = all(np.array_equal(s[k], scaling[0][k]) for s in scaling for k in s)
+        parts = [
+            b.dataset.rows(b.indices) if alike else b.dataset.gather(b.indices) for b in batches
+        ]
+        x, y = _concatenate(parts, first.name)
+        about = {"classes": max(b.dataset.classes for b in batches), "name": first.name}
+        return cls._built(x, y, **about, **(scaling[0] if alike else {}))
+
+    @classmethod
+    def _built(cls, x: Any, y: Any, **about: Any) -> ArrayDataset:
+        """Returns a data set of this kind; `about`: see `arrays`."""
+        return arrays(x, y, **about)
 
     def __post_init__(self) -> None:
         if self.normalised:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..base.quiet import without_prints
 from ..base.uncopied import uncopied
 from ..core import fingerprint, native, setting_versions
 from ..core.arena import Arena
@@ -33,7 +34,7 @@ from ..core.tensor import layout_of
 from ..data import Batch
 from ..data.nested import Form
 from ..errors import ConfigError, OdysseyError
-from ..nn import Module
+from ..nn import Module, forward_hooks
 from ..optim import Optimizer, Update
 from ..parallel import plan as planning
 from ..parallel.mesh import Groups
@@ -639,4 +640,6 @@ class Engine:
         runner = self._prepare_batch(batch, step)
         assert isinstance(runner, DirectRunner)
         scratch = native.aligned(runner.floats)
-        runner.run_eager(shard=0, buffer=scratch, listen=listen)
+        run = functools.partial(runner.run_eager, shard=0, buffer=scratch, listen=listen)
+        with without_prints():
+            forward_hooks.run_check(self.model, run)

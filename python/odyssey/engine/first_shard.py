@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..base.quiet import without_prints
 from ..core import fingerprint, native
 from ..core.program import ShardEager
 from ..data import Batch
+from ..nn import forward_hooks
 from .runner import set_arrays
 
 if TYPE_CHECKING:
@@ -45,13 +47,19 @@ def print_first_shard(engine: Engine, batch: Batch, step: int) -> int:
     context.valid = samples
     floats = engine.arena.size
     gradients = native.aligned(floats + native.library().stats)
-    executor = ShardEager(
-        context,
-        grads_address=gradients.ctypes.data,
-        stats_offset=4 * floats,
-        samples=samples,
-        precision=engine.precision,
-    )
-    engine.programs.traced(executor, samples, data.form)
+
+    def compute() -> None:
+        gradients[:] = 0
+        executor = ShardEager(
+            context,
+            grads_address=gradients.ctypes.data,
+            stats_offset=4 * floats,
+            samples=samples,
+            precision=engine.precision,
+        )
+        engine.programs.traced(executor, samples, data.form)
+
+    with without_prints(lambda error: False):
+        forward_hooks.run_check(engine.model, compute)
     del arrays  # native code has used its address until here
     return fingerprint.of(np.ascontiguousarray(gradients))

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..base.quiet import without_prints
 from ..core import fingerprint, native, setting_versions
 from ..core.arena import Arena
 from ..core.fingerprint import hash_of
@@ -33,7 +34,7 @@ from ..core.program import Range, Record, Recorder, ShardEager, using
 from ..core.tensor import Parameter, Tensor, empty, layout_of, no_grad
 from ..data.nested import Form, Leaf, leaves, mapped
 from ..errors import ConfigError, OdysseyError
-from ..nn import Module, settings
+from ..nn import Module, forward_hooks, settings
 from ..nn.module import in_mode
 from .keeping import Keeper
 from .listing import Listed, first_difference, said, watched
@@ -356,8 +357,7 @@ class Programs:
 
         That is 1 for an image, and the number of tokens for a text.
         """
-        recorder = self.recorder(1, lanes=True)
-        self.traced(recorder, 1, form)
+        recorder, _ = self._trace_for_check(1, form, lanes=True)
         return max(recorder.extent, 1)
 
     def recording(self, samples: int, form: Form) -> Recording | None:
@@ -369,7 +369,7 @@ class Programs:
         try:
             return self.recorded(samples, form)
         except ConfigError as problem:
-            if not (self.eager and str(problem).startswith("[replay]")):
+            if not (self.eager and is_about_values(problem)):
                 raise
             return None
 
@@ -380,7 +380,7 @@ class Programs:
             ConfigError: The recordings differ, or forward() sets an attribute to another value in
                 each call.
         """
-        first, wrote = self._record_once(samples, form, lanes)
+        first, wrote = self._record_once(samples, form, lanes, prints=not self.eager)
         second, wrote_again = self._record_once(samples, form, lanes)
         name = type(self.model).__name__
         for key, value in wrote_again.items():
@@ -401,14 +401,18 @@ class Programs:
         return first
 
     def _record_once(
-        self, samples: int, form: Form, lanes: bool = False
+        self, samples: int, form: Form, lanes: bool = False, prints: bool = False
     ) -> tuple[Recording, dict[str, str]]:
         """Returns a recording, and the values as text of the attributes that forward() has set.
 
-        The values are by path of the module and name of the attribute.
+        The values are by path of the module and name of the attribute. prints: False keeps back
+        what forward() prints, unless it fails.
         """
-        recorder = self.recorder(samples, lanes)
-        attributes = self.traced(recorder, samples, form)
+        if prints:
+            recorder = self.recorder(samples, lanes)
+            attributes = self.traced(recorder, samples, form)
+        else:
+            recorder, attributes = self._trace_for_check(samples, form, lanes)
         paths = {id(m): path for path, m in self.model.named_modules()}
         wrote = {
             f"{paths[id(owner)]}.{name}".lstrip("."): repr(vars(owner)[name])
@@ -419,6 +423,20 @@ class Programs:
         first, last = self._metric_records
         training = Listed([*recorder.records[:first], *recorder.records[last:]]).lines()
         return Recording(recorder.records, lines, hash_of(lines), training, recorder.extent), wrote
+
+    def _trace_for_check(
+        self, samples: int, form: Form, lanes: bool
+    ) -> tuple[Recorder, list[tuple[Any, str]]]:
+        """Runs the model with a recorder, without prints and, if shards are computed op by op,
+        without hooks where possible. Returns the recorder, and what `traced` returns.
+        """
+
+        def trace() -> tuple[Recorder, list[tuple[Any, str]]]:
+            recorder = self.recorder(samples, lanes)
+            return recorder, self.traced(recorder, samples, form)
+
+        with without_prints(lambda error: not (self.eager and is_about_values(error))):
+            return forward_hooks.run_check(self.model, trace) if self.eager else trace()
 
     def recorder(self, samples: int, lanes: bool = False) -> Recorder:
         """Returns a recorder for a shard of `samples` samples."""
@@ -638,6 +656,11 @@ class Programs:
         if self.train:
             executor.scaled = self.scaled
             loss.backward()
+
+
+def is_about_values(error: BaseException) -> bool:
+    """Tells whether an error says that forward() looks at values while a step is recorded."""
+    return isinstance(error, ConfigError) and str(error).startswith("[replay]")
 
 
 def _array_of(value: Any) -> np.ndarray | None:

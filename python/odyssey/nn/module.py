@@ -24,6 +24,7 @@ from ..core.placement import device as place_of
 from ..core.program import Eager, current
 from ..core.tensor import Parameter, Tensor
 from ..errors import ConfigError, ShapeError
+from . import forward_hooks
 
 # --- initial values -------------------------------------------------------------------------
 
@@ -165,6 +166,8 @@ class Module:
 
     training = True
     _wrapped = False  # by a DistributedDataParallel
+    _forward_pre_hooks: tuple[forward_hooks.Hook, ...] = ()
+    _forward_hooks: tuple[forward_hooks.Hook, ...] = ()
     # that one of odyssey's own was made with, as JSON has them
     arguments: dict[str, Any] | None = None
 
@@ -229,7 +232,53 @@ class Module:
             if self._wrapped:  # ddp.module(), as it is a method elsewhere
                 return self  # type: ignore[return-value]
             raise ConfigError(f"[nn] {type(self).__name__} is called without inputs; give them")
+        if (self._forward_pre_hooks or self._forward_hooks) and not forward_hooks.are_skipped():
+            return forward_hooks.call(self, args, kwargs)
         return self.forward(*args, **kwargs)
+
+    def register_forward_hook(
+        self, hook: Callable[..., Any], *, prepend: bool = False, with_kwargs: bool = False
+    ) -> forward_hooks.HookHandle:
+        """Has `hook(module, args, output)` called after each forward(), as PyTorch does.
+
+        What the hook returns replaces the output, unless it is None. With `execution="eager"` a
+        trainer calls hooks for each shard. Otherwise it calls them while it records the step, when
+        tensors have no values yet.
+
+            handle = model.fc1.register_forward_hook(lambda m, args, y: print(y.numpy().mean()))
+
+        Args:
+            hook: the function.
+            prepend: call it before the other hooks.
+            with_kwargs: call `hook(module, args, kwargs, output)`.
+
+        Returns the handle that removes the hook.
+        """
+        return self._add_hook("_forward_hooks", hook, prepend, with_kwargs)
+
+    def register_forward_pre_hook(
+        self, hook: Callable[..., Any], *, prepend: bool = False, with_kwargs: bool = False
+    ) -> forward_hooks.HookHandle:
+        """Has `hook(module, args)` called before each forward(), see `register_forward_hook`.
+
+        What the hook returns replaces the inputs, unless it is None: one input, a tuple of them,
+        or a pair (args, kwargs) with `with_kwargs`.
+        """
+        return self._add_hook("_forward_pre_hooks", hook, prepend, with_kwargs)
+
+    def _add_hook(
+        self, kind: str, function: Callable[..., Any], prepend: bool, with_kwargs: bool
+    ) -> forward_hooks.HookHandle:
+        if not callable(function):
+            raise ConfigError(
+                f"[{type(self).__name__}] a hook must be a function, and got "
+                f"{type(function).__name__}; pass a function of (module, args, output)"
+            )
+        hook = forward_hooks.Hook(function, with_kwargs)
+        others = getattr(self, kind)
+        # a new tuple: a change of a setting, after which a step is recorded again
+        setattr(self, kind, (hook, *others) if prepend else (*others, hook))
+        return forward_hooks.HookHandle(self, kind, hook)
 
     def named_children(self) -> Iterator[tuple[str, Module]]:
         """Sub-modules with their names, in the order they were assigned."""

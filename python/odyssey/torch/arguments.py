@@ -57,7 +57,8 @@ def check_arguments(
         ),
         (
             isinstance(scheduler, plateau),
-            "ReduceLROnPlateau needs a figure at each step(); use another scheduler",
+            "scheduler is a ReduceLROnPlateau of torch, which needs a metric at each step(); use "
+            "fit(callbacks=[odyssey.callbacks.ReduceLROnPlateau()])",
         ),
         (
             foreign_scheduler,

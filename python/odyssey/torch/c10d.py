@@ -48,6 +48,10 @@ def operation(opts: Any, tensor: torch.Tensor) -> ReduceOp | str | np.ufunc:
     return distributed.operation(_REDUCE_OPS.get(name, name), tensor, "backend odyssey")
 
 
+def _is_integer(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+
+
 class _Message(Pending):
     """A message under way; what was received is in the user's tensor when it is waited for."""
 
@@ -235,13 +239,34 @@ class OdysseyProcessGroup(dist.ProcessGroup):
     def _bitwise(self, a: np.ndarray, op: np.ufunc) -> np.ndarray:
         return op.reduce(self.comm.all_gather(a), axis=0)
 
+    def _split_mean(
+        self, op: ReduceOp | str, tensor: torch.Tensor
+    ) -> tuple[ReduceOp | str, Callable[[np.ndarray], Any]]:
+        """Returns the operation of the communicator, and a function that completes its result.
+
+        The mean of integers is their sum, divided by the ranks and rounded towards zero, as NCCL
+        rounds it.
+        """
+        if op is ReduceOp.MEAN and _is_integer(tensor):
+            return ReduceOp.SUM, self._divide
+        return op, lambda total: None
+
+    def _divide(self, total: np.ndarray) -> None:
+        """Divides integers by the ranks, in place and towards zero."""
+        if self.comm.size > np.iinfo(total.dtype).max:  # no number of this dtype is that large
+            total[...] = 0
+            return
+        total -= np.fmod(total, self.comm.size)
+        total //= self.comm.size
+
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         if tensors[0].is_sparse:
             return self._run(lambda: [self._add_sparse(t, opts) for t in tensors], tensors, opts)
         op = operation(opts, tensors[0])
         if isinstance(op, np.ufunc):
             return self._into(tensors, opts, lambda a: np.copyto(a, self._bitwise(a, op)))
-        return self._into(tensors, opts, lambda a: self.comm.all_reduce(a, op, a))
+        sent_op, complete = self._split_mean(op, tensors[0])
+        return self._into(tensors, opts, lambda a: complete(self.comm.all_reduce(a, sent_op, a)))
 
     def _add_sparse(self, tensor: torch.Tensor, opts: Any) -> None:
         """The sum of sparse tensors: the entries of all ranks, one after the other, of which
@@ -276,9 +301,13 @@ class OdysseyProcessGroup(dist.ProcessGroup):
             return self._into(
                 tensors, opts, lambda a: np.copyto(a, self._bitwise(a, op), where=me == root)
             )
-        return self._into(
-            tensors, opts, lambda a: self.comm.reduce(a, op, root, a if me == root else None)
-        )
+        sent_op, complete = self._split_mean(op, tensors[0])
+
+        def combine(a: np.ndarray) -> None:
+            if self.comm.reduce(a, sent_op, root, a if me == root else None) is not None:
+                complete(a)
+
+        return self._into(tensors, opts, combine)
 
     def all_gather_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
@@ -296,6 +325,7 @@ class OdysseyProcessGroup(dist.ProcessGroup):
     ) -> Any:
         op = operation(opts, tensor)
         _check_dense(tensor)
+        sent_op, complete = self._split_mean(op, tensor)
 
         def combine(out: np.ndarray) -> None:
             a = distributed.array_of(tensor).reshape(-1)
@@ -303,7 +333,7 @@ class OdysseyProcessGroup(dist.ProcessGroup):
                 pieces = self._bitwise(a, op).reshape(self.comm.size, *out.shape)
                 out[...] = pieces[self.comm.rank]
             else:
-                self.comm.reduce_scatter(a, op, out.reshape(-1))
+                complete(self.comm.reduce_scatter(a, sent_op, out.reshape(-1)))
 
         return self._into([output], opts, combine, read=False)
 
@@ -425,8 +455,9 @@ def create(options: Any, backend_options: Any = None) -> OdysseyProcessGroup:
     of some ranks beside another backend.
     """
     if not dist.is_initialized() or not _default_world:  # the default group, or beside another's
-        if launcher.rank() is not None:
-            _show_errors()
+        place = (options.group_rank, options.group_size)
+        exits.install(launcher.Launched("torch.distributed", *place, *place, mpi=False))
+        _name_errors()
         if dist.is_initialized() and options.group_size != dist.get_world_size():
             raise ConfigError(
                 "[c10d] the first group of backend odyssey must have all ranks where the default "
@@ -489,24 +520,20 @@ def _seconds(timeout: Any) -> float | None:
     return None if timeout is None or timeout == default_pg_timeout else timeout.total_seconds()
 
 
-def _show_errors() -> None:
-    """Torch has an uncaught exception printed into a buffer, which it shows afterwards; but
-    odyssey's hook, which tells the other ranks, ends the process. It is given standard error
-    back.
+def _name_errors() -> None:
+    """Has the hook of uncaught errors receive the error of a call itself. By way of a Future it
+    reaches the hook as text.
     """
     hook = sys.excepthook
-    stderr = sys.stderr
 
-    def show(kind: Any, error: Any, trace: Any) -> None:
-        sys.stderr = stderr
-        # by way of a Future it is text
+    def name(kind: Any, error: Any, trace: Any) -> None:
         if failed and error is not failed[0] and str(failed[0]) in str(error):
             kind = type(failed[0])
             error = failed[0]
             trace = failed[0].__traceback__
         hook(kind, error, trace)
 
-    sys.excepthook = show
+    sys.excepthook = name
 
 
 # ports at which env:// has met; that were chosen here

@@ -74,6 +74,10 @@ def _bring_to_host(leaf: np.ndarray | torch.Tensor) -> np.ndarray:
     return host_array(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
+def _copy_leaf(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else np.array(leaf)
+
+
 class Samples(ArrayDataset):
     """The samples of one batch of tensors, of any dtype that NumPy has.
 
@@ -115,6 +119,10 @@ class Samples(ArrayDataset):
     def __len__(self) -> int:
         return self.__dict__["samples"]
 
+    @classmethod
+    def _built(cls, x: Any, y: Any, *, name: str, **about: Any) -> Samples:
+        return cls(x, y, name)
+
     def gather(self, indices: np.ndarray) -> tuple[Any, Any]:
         """Returns inputs and targets at `indices` (B,), which follow each other, without copies."""
         return self.rows(slice(int(indices[0]), int(indices[-1]) + 1))
@@ -132,7 +140,8 @@ class Shared(Samples):
         samples: of the global batch.
         shard_size: samples per shard; the last may have fewer.
         shards: this rank's shards by number, as the collate function returned them.
-        read_shard: reads another shard, by its number.
+        read_shard: reads another shard, by its number and the shard size.
+        loader: the loader that the batch comes from.
         name: for messages.
     """
 
@@ -141,12 +150,27 @@ class Shared(Samples):
         samples: int,
         shard_size: int,
         shards: dict[int, Any],
-        read_shard: Callable[[int], Any],
+        read_shard: Callable[[int, int], Any],
+        loader: DataLoader,
         name: str,
     ) -> None:
         stored = np.zeros((samples, 1), np.uint8), ()
         self._set(samples=samples, stored=stored, name=name)
-        self.__dict__.update(shard_size=shard_size, shards=shards, read_shard=read_shard)
+        self.__dict__.update(
+            shard_size=shard_size, shards=shards, read_shard=read_shard, loader=loader
+        )
+
+    def follow(self, shard_size: int) -> None:
+        """Uses another shard size, for this batch and the next ones of the loader.
+
+        Shards that were read with the old size are read again.
+
+        Raises ConfigError: the loader was created with the old size.
+        """
+        if shard_size == self.shard_size:
+            return
+        self.loader.follow(shard_size)
+        self.__dict__.update(shard_size=shard_size, shards={})
 
     def shard(self, lo: int, hi: int) -> Any:
         """Returns the shard of samples lo to hi - 1.
@@ -161,7 +185,7 @@ class Shared(Samples):
             raise _shard_size_error(size, hi - lo)
         shard = lo // size
         if shard not in self.shards:
-            self.shards[shard] = self.read_shard(shard)
+            self.shards[shard] = self.read_shard(shard, size)
         return self.shards[shard]
 
     def gather(self, indices: np.ndarray) -> tuple[Any, Any]:
@@ -171,10 +195,11 @@ class Shared(Samples):
         )
 
 
-def _shard_size_error(loader_size: int, trainer_size: int) -> ConfigError:
+def _shard_size_error(loader_size: int, module_size: int) -> ConfigError:
     return ConfigError(
-        f"[torch] the loader's shard_size is {loader_size}, the trainer's {trainer_size}; give "
-        "both the same, or only one"
+        f"[torch] the DataLoader's shard_size is {loader_size}, and the one of the "
+        f"DistributedTrainer or DistributedDataParallel is {module_size}; set both the same, or "
+        "only one"
     )
 
 
@@ -267,7 +292,7 @@ class DataLoader(own.DataLoader):
         return False
 
     def follow(self, shard_size: int) -> None:
-        """Uses the shard size of a trainer.
+        """Uses the shard size of a trainer or net, from the next batch on.
 
         Raises ConfigError: this loader was created with another one.
         """
@@ -314,10 +339,13 @@ class DataLoader(own.DataLoader):
             shards: Iterator[Any] = iter(self._loader)
         else:
             shards = map(self._row_reader, self._shard_order.next_shards)
-        for (number, indices), run in zip(pieces, runs, strict=True):
+        for position, ((number, indices), run) in enumerate(zip(pieces, runs, strict=True)):
             samples = len(indices)
+            if self.shard_size != size:  # a net has set another one for the rest of the epoch
+                yield from self._read_batches(iter(pieces[position:]), epoch, part, stopped)
+                return
 
-            def read_shard(shard: int, indices: np.ndarray = indices) -> Any:
+            def read_shard(shard: int, size: int, indices: np.ndarray = indices) -> Any:
                 return self._read_shard(epoch, indices[shard * size : (shard + 1) * size])
 
             try:
@@ -328,7 +356,7 @@ class DataLoader(own.DataLoader):
                     raise DataError(GENERATOR_OF_WORKER) from None
                 raise
             name = f"batch {number} of epoch {epoch}"
-            data = Shared(samples, size, local_shards, read_shard, name)
+            data = Shared(samples, size, local_shards, read_shard, self, name)
             yield Batch(data, np.arange(samples), epoch, number, indices)
 
     def _read_shard(self, epoch: int, indices: np.ndarray) -> Any:
@@ -399,12 +427,13 @@ def batches(
         loader: yields batches of odyssey's, or pairs (inputs, targets) or dicts of tensors.
         epoch: its number.
         seed: of the order.
-        steps: batches that make one step. Batches of tensors can't be joined, so it must be 1.
+        steps: batches that the caller joins for one step. Of more than one, tensors are copied,
+            because a loader may fill the same memory again.
         targets: False if batches may consist of inputs only.
         started: an iterable over the loader that prepares the epoch; None: `begin_epoch` does.
 
     Raises:
-        ConfigError: A batch is of another kind, or `steps` isn't supported for it.
+        ConfigError: A batch is of another kind.
     """
     check_batches(loader)
     check_sampler(loader)
@@ -416,12 +445,11 @@ def batches(
             yield item
             continue
         inputs, target_values = _split_batch(item, targets)
-        data = Samples(inputs, target_values, f"batch {index} of epoch {epoch}")
         if steps > 1:
-            raise ConfigError(
-                f"[torch] accumulation_steps is {steps}, and batches of tensors are not joined; "
-                "use a larger batch"
+            inputs, target_values = (
+                mapped(_copy_leaf, tree_of(tree)) for tree in (inputs, target_values)
             )
+        data = Samples(inputs, target_values, f"batch {index} of epoch {epoch}")
         yield Batch(data, np.arange(len(data)), epoch, index)
 
 

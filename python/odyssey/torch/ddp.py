@@ -133,6 +133,7 @@ class DistributedDataParallel(torch.nn.Module):
         )
         self._arena = self._shards.arena
         self._trained = [p for _, p in self._arena.named[: self._arena.trained]]
+        self._has_fixed_size = shard_size is not None  # by the program
         self.steps = 0
         self._is_first_loop = True  # of this process
         self._has_drawn = False  # the first loop began at step 0, and shard 0 drew random numbers
@@ -470,10 +471,7 @@ class DistributedDataParallel(torch.nn.Module):
         """
         shards = self._shards
         if isinstance(batch, Batch) and isinstance(shared_batch := batch.dataset, Shared):
-            if shards.shard_size not in (None, shared_batch.shard_size):
-                sizes = f"{shards.shard_size}, the DataLoader's {shared_batch.shard_size}"
-                raise ConfigError(f"[torch] shard_size is {sizes}; give both the same")
-            shards.shard_size = shared_batch.shard_size
+            self._agree_on_size(shared_batch)
             return len(shared_batch), shared_batch.shard
         batch = pytree.tree_map(lambda t: tree_of(t) if isinstance(t, Mapping) else t, batch)
         leaves = pytree.tree_leaves(batch)
@@ -490,10 +488,8 @@ class DistributedDataParallel(torch.nn.Module):
                 "[torch] shards() of a batch without samples; give tensors (samples, ...)"
             )
         samples = len(tensors[0])
-        if shards.shard_size is None and self._loaded is not None:
-            shards.shard_size = self._loaded.shard_size  # the default for the first batch back then
         is_host = shards.arena.device.is_host
-        shards.shard_size = shards.shard_size or default_shard_size(samples, is_host)
+        shards.shard_size = self._find_size() or default_shard_size(samples, is_host)
 
         def cut_shard(lo: int, hi: int) -> Any:
             def cut(leaf: Any) -> Any:
@@ -503,6 +499,25 @@ class DistributedDataParallel(torch.nn.Module):
             return pytree.tree_map(cut, batch)
 
         return samples, cut_shard
+
+    def _find_size(self) -> int | None:
+        """Returns the shard size so far; None if neither the program, nor the state that was
+        loaded, nor an earlier batch has set it.
+        """
+        if self.shard_size is None and self._loaded is not None:
+            return self._loaded.shard_size  # the default for the first batch back then
+        return self.shard_size
+
+    def _agree_on_size(self, batch: Shared) -> None:
+        """Sets one shard size for this net and the loader of a batch: the one that the program
+        has set, for either of them.
+
+        Raises ConfigError: the program has set different sizes.
+        """
+        size = self._find_size()
+        if size is not None and (self._has_fixed_size or not batch.loader.fixed_size):
+            batch.follow(size)
+        self._shards.shard_size = batch.shard_size
 
     def _read_norms(self) -> tuple[bytes, list[int]]:
         """Returns the current running statistics and counters of the normalisations."""

@@ -69,6 +69,9 @@ class ModuleFeed(BatchFeed):
         self.take_size(loader)
         self.take_size(val_loader)
         compared_data = super().compare(loader, val_loader, context)
+        if not isinstance(loader, datasets.DataLoader):
+            # the default shard size goes by the samples of a step
+            context.batch_size = (context.batch_size or 0) * self.accumulation_steps
         self.orders = Orders(*(None if own_steps(one) else one for one in (loader, val_loader)))
         return compared_data
 

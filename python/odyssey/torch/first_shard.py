@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from .. import data as datasets
+from ..base.quiet import without_prints
 from ..capture import decode, encode
 from ..core import fingerprint
 from ..train import spread
@@ -112,6 +113,7 @@ class FirstShard:
             self.forward_check.undone(),
             gathered_prints(self.shards.arena) as prints,
             self.shards.draws.watched(),
+            without_prints(lambda error: False),
         ):
             self.shards.seed_shard(0, step, everything=True)
             self.run(x, y, self._samples)

@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..base.quiet import without_prints
 from ..core import random_scopes
 from ..errors import CollectiveError
 from ..nn import in_mode
@@ -78,6 +79,7 @@ def looked_at(
     with (
         _restore_after(owners, copies),
         in_mode(module, False),
+        without_prints(lambda error: False),
         warnings.catch_warnings(),
         torch.enable_grad(),
     ):

@@ -119,15 +119,7 @@ def joined(batches: Iterable[datasets.Batch], k: int) -> Iterable[datasets.Batch
         if all(b.dataset is data for b in group):
             indices = np.concatenate([b.indices for b in group])
         else:
-            scaling = [{"scale": b.dataset.scale, "shift": b.dataset.shift} for b in group]
-            # then bytes stay bytes
-            alike = all(np.array_equal(s[k], scaling[0][k]) for s in scaling for k in s)
-            parts = [
-                b.dataset.rows(b.indices) if alike else b.dataset.gather(b.indices) for b in group
-            ]
-            x, y = mapped(lambda *arrays: np.concatenate(arrays), *parts)
-            about = {"classes": max(b.dataset.classes for b in group), "name": data.name}
-            data = datasets.arrays(x, y, **about, **(scaling[0] if alike else {}))
+            data = type(data).joined(group)
             indices = np.arange(len(data))
             if all(b.numbers is not None for b in group):
                 numbers = np.concatenate([b.numbers for b in group])

@@ -116,9 +116,13 @@ def kept_by_arena(trainer: Any) -> set[int]:
     return {id(one) for one in (*parameters, *buffers, trainer.optimizer.arrays)}
 
 
+# What a hook keeps is of the shards of its rank, so ranks don't compare it.
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
 def _edges_of_module(module: Module, path: str) -> Iterator[Edge]:
     """Yields the attributes of a module of odyssey, and which of its parameters are trained."""
-    for edge in edges_of_object(module, path, skip=("arguments", "_wrapped")):
+    for edge in edges_of_object(module, path, skip=("arguments", "_wrapped", *_HOOKS)):
         if isinstance(edge.value, Parameter):
             place = Place("attribute", edge.value, "requires_grad")
             yield Edge(f"{edge.path}.requires_grad", bool(edge.value.requires_grad), place)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import data as datasets
+from ..base.quiet import without_prints
 from ..checkpoints.trainable import Mode, Step
 from ..core import native, setting_versions
 from ..core import precision as precisions
@@ -16,7 +17,7 @@ from ..data.nested import Form
 from ..engine.engine import Engine
 from ..engine.sums import Sums
 from ..errors import OdysseyError
-from ..nn import Module
+from ..nn import Module, forward_hooks
 from ..optim import Optimizer
 from .learning_rate import LearningRate
 
@@ -248,9 +249,18 @@ class EngineStepper(Stepper):
         )
         if size == n or not has_user_code or not self.mode.together:
             return
+        engine = self.evaluation_engine
+
+        def compute_losses() -> tuple[float, float]:
+            return engine.loss_in_shards(batch, size), engine.loss_in_shards(batch, larger)
+
         try:
-            shard_loss = self.evaluation_engine.loss_in_shards(batch, size)
-            larger_loss = self.evaluation_engine.loss_in_shards(batch, larger)
+            with without_prints(lambda error: not isinstance(error, OdysseyError)):
+                shard_loss, larger_loss = (
+                    forward_hooks.run_check(self.model, compute_losses)
+                    if engine.programs.eager
+                    else compute_losses()
+                )
         except OdysseyError:  # it is said where it is trained
             return
         if not (math.isfinite(shard_loss) and math.isfinite(larger_loss)):
