@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 Error = TypeVar("Error", bound="OdysseyError")
@@ -128,9 +128,14 @@ def near(word: str, known: Iterable[str], alike: float = 0.6) -> list[str]:
     return difflib.get_close_matches(word[:60], list(known), 3, alike)
 
 
-def check_kind(who: str, what: str, given: Any, kind: type, of: str) -> None:
-    """ConfigError for what is no object of a class; `of`: what is to be given instead, before
-    the class's name.
+def check_kind(
+    who: str, what: str, given: Any, kind: type, of: str, *, by_name: Mapping[str, str] = {}
+) -> None:
+    """ConfigError for what is no object of a class.
+
+    Args:
+        of: what is to be given instead, before the class's name.
+        by_name: calls that create such objects, by the names that a text may have.
     """
     if not isinstance(given, kind):
         name = (
@@ -139,6 +144,11 @@ def check_kind(who: str, what: str, given: Any, kind: type, of: str) -> None:
             else f"of type {type(given).__name__}"
         )
         instead = f"give an object of {of}{kind.__name__}"
+        if isinstance(given, type) and issubclass(given, kind):
+            instead = f"give an object of it, such as {given.__name__}(...)"
+        elif isinstance(given, str):
+            name = repr(given)
+            instead = f"use {by_name[given.lower()]}" if given.lower() in by_name else instead
         is_torch = any(base.__module__.partition(".")[0] == "torch" for base in type(given).__mro__)
         if is_torch and kind.__module__.startswith("odyssey."):
             name = f"PyTorch's ({name})"

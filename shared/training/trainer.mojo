@@ -9,7 +9,7 @@ from std.python import PythonObject
 
 from .bridge import call, odyssey
 from .composition import Module, Traced
-from .data import Batch, DataLoader
+from .data import Batch, DataLoader, Dataset
 from .engine import Sums
 from .history import Evaluation, History
 from .optim import CrossEntropyLoss, Loss, Optimizer
@@ -98,6 +98,18 @@ struct DistributedTrainer[M: Module, O: Optimizer, L: Loss = CrossEntropyLoss](M
         settings["val_loader"] = validation.py
         return self.train(loader, epochs, steps, **settings^)
 
+    def train(
+        mut self,
+        loader: DataLoader,
+        validation: Dataset,
+        epochs: Int = 1,
+        steps: Optional[Int] = None,
+        var **settings: PythonObject,
+    ) raises -> History:
+        """The same, with an evaluation of a whole data set after each epoch."""
+        settings["val_loader"] = validation.py
+        return self.train(loader, epochs, steps, **settings^)
+
     def train_step(mut self, batch: Batch, loader: DataLoader) raises -> Sums:
         """One optimizer step over a global batch, the same on all ranks, of which each computes its shards."""
         var both = call(self.py, "train_step", batch.py)
@@ -106,6 +118,10 @@ struct DistributedTrainer[M: Module, O: Optimizer, L: Loss = CrossEntropyLoss](M
     def evaluate(mut self, loader: DataLoader) raises -> Evaluation:
         """Mean loss and accuracy over the batches of a loader, dropout off."""
         return Evaluation(call(self.py, "evaluate", loader.py))
+
+    def evaluate(mut self, dataset: Dataset) raises -> Evaluation:
+        """Mean loss and accuracy over a whole data set, dropout off."""
+        return Evaluation(call(self.py, "evaluate", dataset.py))
 
     def rate(self, step: Int) raises -> Float64:
         """The learning rate of a step, from 0."""

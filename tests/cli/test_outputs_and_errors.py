@@ -321,6 +321,29 @@ def test_piped_progress_without_a_test_set():
     )
 
 
+def test_large_losses_have_five_digits():
+    record = {"epoch": 1, "train_loss": 21534581780208013312.0, "test_mae": 62244.2239}
+    line = progress.epoch_line(record, 0)
+    assert line == "epoch 1  train loss 2.1535e+19  test mae 62244"
+
+
+@pytest.mark.parametrize("columns", [46, 50, 80])
+def test_a_narrow_terminal_takes_room_from_the_bar_alone(monkeypatch, columns):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream = Terminal()
+    shown = progress.make(False, stream)
+    shown.begin(3, 10, 8)
+    shown.step(0, 5, 2.3456, 1234.0)
+    shown._bar.refresh()
+    shown.end()
+    assert "2.3456  1,234 samples/s" in stream.getvalue() and "…" not in stream.getvalue()
+
+
 def test_terminal_progress_is_one_live_line(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):

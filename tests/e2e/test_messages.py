@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from odyssey import DistributedTrainer, data, nn, optim
-from odyssey.callbacks import EarlyStopping, ReduceLROnPlateau
+from odyssey.callbacks import EarlyStopping, LambdaCallback, ReduceLROnPlateau
 from odyssey.errors import CollectiveError, ConfigError, DataError, ShapeError
 
 RNG = np.random.default_rng(0)
@@ -58,11 +58,35 @@ def loader():
             lambda: trainer(num_gpus=99, shard_size=8).fit(loader(), verbose=False),
             "num_gpus is 99, and a batch of 20 samples has 3 shards .* give at most 3",
         ),
+        (
+            lambda: trainer().fit(loader(), max_epochs=3),
+            "unknown argument 'max_epochs'; use epochs=",
+        ),
+        (lambda: trainer(max_epochs=3), "unknown setting 'max_epochs'; give epochs= to fit()"),
+        (lambda: trainer(learning_rate=3), "'learning_rate'; give lr= to the optimizer"),
+        (lambda: trainer(steps=3), "unknown setting 'steps'; give it to fit()"),
+        (lambda: optim.Adam(learning_rate=1), "[Adam] unknown argument 'learning_rate'; use lr="),
+        (lambda: optim.AdamW(weight_decy=1), "[AdamW] .*; did you mean 'weight_decay'?"),
+        (lambda: DistributedTrainer(nn.MLP(), "adam"), "optimizer is 'adam'; use optim.Adam()"),
+        (lambda: DistributedTrainer(nn.MLP(), "best"), "optimizer is 'best'; give an object"),
+        (lambda: DistributedTrainer(nn.MLP(), optim.Adam), "the class Adam; .* such as Adam(...)"),
+        (lambda: DistributedTrainer("mlp", optim.Adam()), "use nn.models.build('mlp')"),
     ],
 )
 def test_slips_in_python(do, said):
-    with pytest.raises(ConfigError, match=said.replace("(", r"\(").replace(")", r"\)")):
+    pattern = "".join(f"\\{letter}" if letter in "()[]?" else letter for letter in said)
+    with pytest.raises(ConfigError, match=pattern):
         do()
+
+
+def test_fit_within_fit_is_refused():
+    made = trainer()
+    again = LambdaCallback(on_step_end=lambda context: made.fit(loader(), verbose=False))
+    with pytest.raises(
+        ConfigError, match=r"fit\(\) is called while a fit\(\) of this trainer runs"
+    ):
+        made.fit(loader(), callbacks=again, verbose=False)
+    assert made.fit(loader(), verbose=False).steps == 2
 
 
 def test_what_pytorch_allows_is_allowed():
@@ -156,3 +180,52 @@ def test_ctrl_c_where_nothing_is_saved_is_one_line(launch):
         130,
         "odyssey: interrupted",
     ) and "Traceback" not in err
+
+
+RANKS = """
+import os, sys
+import numpy as np
+kind = sys.argv[1]
+rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
+if kind in ("ODYSSEY_BACKEND", "ODYSSEY_RUN_DIR") and rank == 1:
+    os.environ[kind] = sys.argv[2]
+from odyssey import DistributedTrainer, data, nn, optim
+from odyssey.callbacks import LambdaCallback
+trainer = DistributedTrainer(nn.Sequential(nn.Linear(6, 3)), optim.SGD(lr=0.1), shard_size=8)
+loader = data.DataLoader(data.arrays(np.zeros((60, 6), np.float32), np.zeros(60, int)), 20)
+def on_step_end(context):
+    if (rank, trainer.steps) == (1, 2):
+        if kind == "caught":
+            raise ValueError("no such file")
+        if kind == "fork" and (process := os.fork()):
+            print("child", os.waitpid(process, 0)[1] >> 8)
+try:
+    trainer.fit(loader, callbacks=[LambdaCallback(on_step_end=on_step_end)], verbose=False)
+except ValueError:
+    trainer.fit(loader, verbose=False)
+print("steps", trainer.steps)
+"""
+
+
+@pytest.mark.parametrize("name", ["ODYSSEY_BACKEND", "ODYSSEY_RUN_DIR"])
+def test_a_variable_that_only_one_rank_has_is_named(launch, name):
+    (launch.folder / "ranks.py").write_text(RANKS)
+    value = "mpi" if name == "ODYSSEY_BACKEND" else str(launch.folder / "run")
+    done = launch.python("ranks.py", name, value, ranks=2)
+    line = f"[launch] {name} is set on rank 1, but not on rank 0; export the same value"
+    assert done.returncode == 64 and done.stderr.count(line) == 1, done.stderr
+
+
+def test_an_exception_that_one_rank_caught_is_named_when_its_calls_differ(launch):
+    (launch.folder / "ranks.py").write_text(RANKS)
+    done = launch.python("ranks.py", "caught", ranks=2)
+    assert done.returncode == 76, done.stderr
+    assert "(after ValueError: no such file, which left fit())" in done.stderr
+
+
+def test_a_process_forked_from_a_rank_is_refused_and_the_ranks_continue(launch):
+    (launch.folder / "ranks.py").write_text(RANKS)
+    done = launch.python("ranks.py", "fork", ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n")) == ["", "child 64", "steps 3", "steps 3"]
+    assert "this process was forked from rank 1 and is no rank" in done.stderr

@@ -39,6 +39,19 @@ for i in range(100000):
 """
 
 
+def test_the_first_line_is_as_wide_as_the_terminal(capsys):
+    from rich.console import Console
+
+    from odyssey.view.commands.top import _table
+
+    snapshot = {"ranks": [], "slow": {}, "world": 1, "run": "r" * 60, "attempt": 1}
+    snapshot |= {"pid": 1, "host": "a"}
+    console = Console(width=150)
+    console.print(_table(snapshot))
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("1 rank, step 0") and first.rstrip().endswith("attempt 1")
+
+
 @pytest.fixture(scope="module")
 def job(launch_once):
     """A job of two ranks whose second one is slow in loading data, in a run; (its mpirun's pid,

@@ -106,6 +106,7 @@ def _die_with_parent() -> None:
 
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if os.getpid() != _installed:
+        _leave(getattr(error, "exit_code", 1), str(error))
         _previous_hooks.get("main", sys.__excepthook__)(kind, error, trace)
         return
     show_errors()

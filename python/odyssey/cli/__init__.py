@@ -38,6 +38,11 @@ class _Commands(click.Group):
             return importlib.import_module(COMMANDS[name]).command
         return super().get_command(context, name)
 
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        if args[:1] == ["help"]:  # as git and pip have it: `odyssey help launch`
+            args = [*args[1:2], "--help"]
+        return super().parse_args(context, args)
+
     def resolve_command(self, context: click.Context, args: list[str]) -> Any:
         if args[0] not in COMMANDS and not args[0].startswith("-"):
             suggestions = near(args[0], COMMANDS)

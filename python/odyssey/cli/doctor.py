@@ -298,7 +298,9 @@ def cores(ranks: int, threads: int | None, mask: int | None = None) -> Check:
     if warnings:
         return Check("cores", WARN, *warnings[0].split("; ", 1))
     plural = "s" if rank_threads > 1 else ""
-    return Check("cores", OK, f"{count} for {ranks} ranks x {rank_threads} thread{plural}")
+    return Check(
+        "cores", OK, f"{count} for {ranks} rank{'s' * (ranks > 1)} x {rank_threads} thread{plural}"
+    )
 
 
 def shared_memory(ranks: int, room: tuple[int, int] | None, mpi: str) -> Check:
@@ -317,7 +319,7 @@ def shared_memory(ranks: int, room: tuple[int, int] | None, mpi: str) -> Check:
     text = f"{free / MIB:,.0f} of {size / MIB:,.0f} MiB free"
     larger = "make it larger: docker run --shm-size=256m, or mount -o remount,size=256m /dev/shm"
     if free < need and not mpi.startswith("Open MPI"):
-        text += f", MPICH needs {need / MIB:.0f} for {ranks} ranks, or crashes"
+        text += f", MPICH needs {need / MIB:.0f} for {ranks} rank{'s' * (ranks > 1)}, or crashes"
         return Check(name, FAIL, text, larger)
     if free < need_with_shm:
         text += f", {need_with_shm / MIB:.0f} are needed for backend shm"
@@ -331,7 +333,8 @@ def memory(ranks: int, limit: int | None, available: int) -> Check:
     limit_text = f"limit {limit / GIB:,.1f} GiB" if limit else "no cgroup limit"
     text = f"{available / GIB:,.1f} GiB available, {limit_text}"
     if available < need:
-        text += f"; {ranks} ranks of a small model take {need / GIB:.1f} GiB"
+        those = f"{ranks} ranks" if ranks > 1 else "a rank"
+        text += f"; {those} of a small model need {need / GIB:.1f} GiB"
         advice = "start fewer ranks, or raise the limit: a rank that exceeds it is killed"
         return Check("memory", WARN, text, advice)
     return Check("memory", OK, text)

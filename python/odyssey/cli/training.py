@@ -582,7 +582,7 @@ def summary(history: History, weights_hash: str, bits: dict[str, float]) -> str:
 
     Text also has the test loss in bits.
     """
-    from ..train.progress import SENT, traffic
+    from ..train.progress import SENT, format_figure, traffic
 
     parts: list[str] = []
     if history.test_accuracy is not None:
@@ -590,8 +590,8 @@ def summary(history: History, weights_hash: str, bits: dict[str, float]) -> str:
     elif bits:
         parts += [f"test {value:.4f} {name.replace('_', ' ')}" for name, value in bits.items()]
     elif history.test_loss is not None:
-        parts.append(f"test loss {history.test_loss:.4f}")
-    parts.append(f"train loss {history.train_loss:.4f}")
+        parts.append(f"test loss {format_figure(history.test_loss)}")
+    parts.append(f"train loss {format_figure(history.train_loss)}")
     parts.append(f"{history.steps} steps")
     parts += traffic(*(getattr(history, name) for name in SENT))
     parts.append(f"{history.samples_per_second:,.0f} samples/s")

@@ -17,6 +17,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -46,6 +47,26 @@ here = threading.local()
 MAX_TAG = 16382  # MPI promises tags to 32767; a message takes two
 # for the others to come and hear of a refused call; they may not, where only this rank made it
 _REFUSED_S = 1.0
+
+
+_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+def _break_after_fork() -> None:
+    """Keeps a forked process from calls of its parent, which would take the parent's place in
+    them.
+    """
+    for communicator in [*_communicators]:
+        if communicator.size > 1:
+            communicator._broken = ConfigError(
+                "[comm] this process was forked from rank "
+                f"{communicator.ranks[communicator.rank]} and is no rank; let the forked process "
+                "end with os._exit() before it returns to the training"
+            )
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_break_after_fork)
 
 
 class Communicator:
@@ -98,6 +119,7 @@ class Communicator:
 
     def __init__(self, parent: Communicator | None = None) -> None:
         """parent: the communicator of which this rank is split off alone."""
+        _communicators.add(self)
         self._parent = parent
         self._sequence = 0
         self._mailbox: dict[int, MessageQueue] = {}

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core import native
-from ..errors import ConfigError, ShapeError
+from ..errors import ConfigError, ShapeError, printable
 
 #: bfloat16 as a NumPy dtype: 16 bits with a name. `a.view(bfloat16)` of a uint16 array costs
 #: nothing.
@@ -399,14 +399,30 @@ def _describe_piece(tail: Sequence[int]) -> str:
 
 class _Made(threading.local):
     # file and line that made the call that this thread carries out
-    at: tuple[str, int] | None = None
+    at: Site | None = None
+    after: str = ""  # the exception with which the last fit() of this thread ended
 
 
+#: File, line, and the exception that the program has caught before.
+Site = tuple[str, int, str]
 made = _Made()
 
 
-def caller_location(depth: int) -> tuple[str, int]:
-    """Returns the file and the line of the program that called odyssey.
+def note_exception(error: BaseException | None) -> None:
+    """Notes that an exception left fit() on this rank, for messages about the calls that follow.
+
+    A program may catch it on one rank and continue with calls that no other rank makes. None: a
+    fit() has ended in order since.
+    """
+    if error is None:
+        made.after = ""
+    else:
+        text = printable(f"{type(error).__name__}: {error}", limit=40)
+        made.after = f" (after {text}, which left fit())"
+
+
+def caller_location(depth: int) -> Site:
+    """Returns the file and the line of the program that called odyssey, and `made.after`.
 
     That is the nearest frame outside of the package. `odyssey train`, and threads of the package,
     have no such frame: the result is then the nearest frame outside of `comm`. In a thread that
@@ -422,14 +438,14 @@ def caller_location(depth: int) -> tuple[str, int]:
         file = frame.f_code.co_filename
         owner = _owners.get(file) or _find_owner(file)
         if owner == _USER:
-            return file, frame.f_lineno
+            return file, frame.f_lineno, made.after
         if owner != _COMM and fallback is None:
             fallback = frame
         if owner == _PROGRAM:
             break
         frame = frame.f_back
     fallback = fallback or sys._getframe(depth)
-    return fallback.f_code.co_filename, fallback.f_lineno
+    return fallback.f_code.co_filename, fallback.f_lineno, made.after
 
 
 #: The owner of a file of code: a user; comm; the rest of the package and the standard library,
@@ -457,10 +473,13 @@ def _find_owner(file: str) -> int:
 
 
 @functools.lru_cache(4096)
-def describe_call(kind: str, described: tuple, path: str, line: int) -> tuple[int, str]:
+def describe_call(
+    kind: str, described: tuple, path: str, line: int, after: str = ""
+) -> tuple[int, str]:
     """Returns (signature, text) of a call that a line of a file makes; see Header.
 
     The signature does not depend on the line: ranks may make a call at different places.
+    `after` is that of `made`.
 
     described: that of Call.
     """
@@ -481,7 +500,7 @@ def describe_call(kind: str, described: tuple, path: str, line: int) -> tuple[in
             words.append(details if is_text else str(details).replace(" ", ""))
     call = " ".join(words)
     file = "/".join(path.split(os.sep)[-2:])
-    site = f" at {file[-60:]}:{line}"
+    site = f" at {file[-60:]}:{line}{after}"
     room = TEXT - len(site.encode())
     call = call if len(call.encode()) <= room else call[: room - 3] + "..."
     return int.from_bytes(digest, "little", signed=True), call + site

@@ -10,6 +10,7 @@ data follow by the library's own collective.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -98,6 +99,20 @@ NEAR = 32
 _Memories = Sequence[tuple[int, int, int]]  # rank, address, bytes
 # for what is only moved
 _WORDS = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
+
+
+def _leave_fork(rank_process: int) -> None:
+    """Ends a process that was forked from the rank before MPI's own exit handler, which would end
+    the rank's MPI.
+    """
+    if os.getpid() != rank_process:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(exits.leaving()[0])
+
+
+atexit.register(_leave_fork, os.getpid())
 
 
 class _Repeated(Headed):

@@ -195,8 +195,8 @@ class Arena:
                 return arena
             raise ConfigError(
                 "[arena] these parameters belong to another optimizer or trainer together with "
-                "others; give both the same model, and set requires_grad = False of those that are "
-                "not to be trained"
+                "others; give both the same model and set requires_grad = False of those that are "
+                "not to be trained, or copy the layers with copy.deepcopy()"
             )
         return cls(named_parameters, buffers)
 

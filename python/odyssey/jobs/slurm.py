@@ -4,6 +4,7 @@ again.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import click
@@ -83,6 +84,12 @@ def command(
     ) as launch_context:
         starter.no_option(launch_context.params["script"], launch_context)
     words = [script, *arguments]
+    if script.endswith(".py") and not os.path.exists(os.path.expanduser(script)):
+        click.echo(
+            f"odyssey: [batch] {script} is not here; the job looks for it in the directory where "
+            "you call sbatch",
+            err=True,
+        )
     click.echo(
         batch.slurm(
             words, name=name or batch.name_of(words), options=sbatch, launch=launch, **settings

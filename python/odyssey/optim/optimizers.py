@@ -24,7 +24,7 @@ from ..core.arena import Arena
 from ..core.partial_arrays import guarded
 from ..core.tensor import Parameter, Tensor
 from ..errors import ConfigError, NumericsError, check_number
-from ..settings.declarations import brief
+from ..settings.declarations import brief, explain_keywords
 from ..settings.recipes import OPTIMIZERS, check_listed
 from .rule import MAX_STATES, RulePrograms
 from .schedules import Schedule, cosine, linear, sequential, step_decay
@@ -709,6 +709,7 @@ class SGD(Optimizer):
 
     states = ("momentum",)
 
+    @explain_keywords
     def __init__(
         self,
         params: Iterable[Any] | None = None,
@@ -742,6 +743,7 @@ class Adam(Optimizer):
     states = ("m", "v")
     decoupled = False
 
+    @explain_keywords
     def __init__(
         self,
         params: Iterable[Any] | None = None,
@@ -767,6 +769,7 @@ class AdamW(Adam):
 
     decoupled = True
 
+    @explain_keywords
     def __init__(
         self,
         params: Iterable[Any] | None = None,
@@ -785,6 +788,7 @@ class RMSprop(Adam):
     As PyTorch's without momentum: Adam's kernel with beta1 = 0 and no corrections.
     """
 
+    @explain_keywords
     def __init__(
         self,
         params: Iterable[Any] | None = None,
@@ -811,6 +815,7 @@ class Lion(Optimizer):
 
     states = ("m",)
 
+    @explain_keywords
     def __init__(
         self,
         params: Iterable[Any] | None = None,
@@ -834,6 +839,7 @@ class Adagrad(Optimizer):
 
     states = ("v",)
 
+    @explain_keywords
     def __init__(
         self,
         params: Iterable[Any] | None = None,

@@ -18,7 +18,7 @@ import numbers
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from ..base import runs
 from ..errors import ConfigError, near
@@ -38,6 +38,7 @@ OUTPUT = "What comes out"
 SECTIONS = (DATA, UPDATE, PROCESS, RANKS, SAVING, OUTPUT)
 
 Kind = TypeVar("Kind")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Setting(NamedTuple):
@@ -749,24 +750,64 @@ ELSEWHERE = {
 }
 
 
+#: Arguments by the names that other libraries have for them.
+FOREIGN_NAMES = {
+    "learning_rate": "lr",
+    "l2": "weight_decay",
+    "max_epochs": "epochs",
+    "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "n_epochs": "epochs",
+    "validation_data": "val_loader",
+    "val_dataloader": "val_loader",
+    "val_dataloaders": "val_loader",
+    "train_dataloader": "train_loader",
+    "train_dataloaders": "train_loader",
+    "gradient_clip_val": "clip_norm",
+    "accumulate_grad_batches": "accumulation_steps",
+}
+
+
 def make_settings(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
     """The settings of a class from keywords; ConfigError if one is unknown or not allowed."""
     for name in values:
         if name not in declared(kind):
             owners = {
-                n: f"; give it to {receiver}"
-                for receiver, names in ELSEWHERE.items()
-                for n in names.split()
-            }
-            owner = owners.get(name) or ("; give it to fit()" if name in OF_FIT else "")
-            raise ConfigError(
-                f"[train] unknown setting {name!r}{owner or did_you_mean(name, declared(kind))}"
-            )
+                n: receiver for receiver, names in ELSEWHERE.items() for n in names.split()
+            } | dict.fromkeys(OF_FIT, "fit()")
+            meant = FOREIGN_NAMES.get(name, name)
+            owner = owners.get(meant)
+            hint = did_you_mean(name, declared(kind))
+            if owner is not None:
+                hint = f"; give {'it' if meant == name else f'{meant}='} to {owner}"
+            raise ConfigError(f"[train] unknown setting {name!r}{hint}")
     return kind(**check(kind, values))
+
+
+def explain_keywords(function: Function) -> Function:
+    """Decorates a method: an unknown keyword is a ConfigError with the argument that is meant.
+
+    Python's own TypeError does not know the names that other libraries have.
+    """
+    _, *names = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def call(owner: Any, *arguments: Any, **keywords: Any) -> Any:
+        for name in keywords:
+            if name not in names:
+                is_method = function.__name__ != "__init__"
+                label = f"{function.__name__}()" if is_method else type(owner).__name__
+                raise ConfigError(f"[{label}] unknown argument {name!r}{did_you_mean(name, names)}")
+        return function(owner, *arguments, **keywords)
+
+    return cast(Function, call)
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """The end of a message about a name that is unknown."""
+    names = list(names)
+    if FOREIGN_NAMES.get(name) in names:
+        return f"; use {FOREIGN_NAMES[name]}="
     nearest = near(name, names)
     return f"; did you mean {nearest[0]!r}?" if nearest else f"; choose from {', '.join(names)}"
 

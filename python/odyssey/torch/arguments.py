@@ -17,6 +17,10 @@ OWN_MODEL_SETTINGS = (
     "conv_algorithm offload"
 ).split()
 
+OPTIMIZERS = {
+    name.lower(): f"torch.optim.{name}(module.parameters())" for name in ("Adam", "AdamW", "SGD")
+}
+
 
 def check_arguments(
     training: Training, module: Any, optimizer: Any, loss: Any, scheduler: Any, interval: str
@@ -26,7 +30,7 @@ def check_arguments(
         ("module", module, nn.Module),
         ("optimizer", optimizer, torch.optim.Optimizer),
     ):
-        check_kind("torch", label, argument, kind, "torch's ")
+        check_kind("torch", label, argument, kind, "torch's ", by_name=OPTIMIZERS)
     name = type(optimizer).__name__
     module_ids = {id(p) for p in module.parameters()}
     defaults = {f.name: f.default for f in dataclasses.fields(Training)}

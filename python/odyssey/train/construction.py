@@ -16,8 +16,10 @@ from ..core.fingerprint import hash_of
 from ..core.products import fits_winograd
 from ..errors import ConfigError, DeviceError, check_kind
 from ..nn import CrossEntropyLoss, Module, PipelineParallel
+from ..nn.models import MODELS
 from ..nn.module import Parameter
 from ..optim import Optimizer
+from ..optim.optimizers import BY_NAME
 from ..parallel.mesh import PARTS, Mesh
 from ..parallel.strategy import MODES, Strategy
 from ..settings import declarations as declaration
@@ -40,8 +42,10 @@ def make_settings(num_gpus: int | None, backend: str, keywords: dict[str, Any]) 
 
 def check_arguments(model: Any, optimizer: Any, schedule: Any, mesh: Any) -> None:
     """Raises ConfigError for arguments of another kind than a trainer takes."""
-    check_kind("train", "model", model, Module, "a subclass of ")
-    check_kind("train", "optimizer", optimizer, Optimizer, "a subclass of ")
+    models = {name: f"nn.models.build({name!r})" for name in MODELS}
+    optimizers = {name: f"optim.{kind.__name__}()" for name, kind in BY_NAME.items()}
+    check_kind("train", "model", model, Module, "a subclass of ", by_name=models)
+    check_kind("train", "optimizer", optimizer, Optimizer, "a subclass of ", by_name=optimizers)
     if schedule is not None and not callable(schedule):
         raise ConfigError(
             f"[train] schedule is {schedule!r}; give a function, such as optim.cosine(total_steps)"

@@ -20,6 +20,7 @@ from ..base import registry, slot
 from ..callbacks import Callback, Context, LearningRateMonitor
 from ..callbacks.base import check_events
 from ..checkpoints.trainable import SENT, History, Saving, Tally
+from ..comm import calls
 from ..core import random_scopes
 from ..core.offload import offload
 from ..errors import ConfigError, NumericsError, check_integer
@@ -89,6 +90,11 @@ class Loop:
         """Trains until epochs or steps are done; see Trainer.fit."""
         started = time.perf_counter()
         trainer = self.trainer
+        if self.session is not None:
+            raise ConfigError(
+                "[train] fit() is called while a fit() of this trainer runs; call it after that "
+                "one, or create a second trainer for a copy of the model"
+            )
         context = self._plan(train_loader, options)
         if not context.validate:
             val_loader = None
@@ -117,6 +123,11 @@ class Loop:
                 trainer.checks.compare_captured()
                 self._run_epochs(train_loader, val_loader, session, started)
                 session.end()
+            calls.note_exception(None)
+        except Exception as error:
+            if trainer.comm.size > 1 and not getattr(error, "raised_on_all_ranks", False):
+                calls.note_exception(error)
+            raise
         finally:
             self.session = None
             context.callbacks = trainer.callbacks

@@ -113,6 +113,11 @@ def make(no_progress: bool, stream: TextIO) -> Progress | None:
     )
 
 
+def format_figure(value: float) -> str:
+    """Returns a loss or metric as text: four decimals, or five digits of a large number."""
+    return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.5g}"
+
+
 def epoch_line(record: dict[str, Any], epochs: int) -> str:
     """One line about one epoch; `epochs` 0 when unknown."""
     number = int(record["epoch"])
@@ -121,7 +126,9 @@ def epoch_line(record: dict[str, Any], epochs: int) -> str:
         part, _, name = key.partition("_")
         if part in ("train", "test") and value is not None:
             share = name == "accuracy" or re.fullmatch(r"top\d+", name)
-            parts.append(f"{part} {name} " + (f"{100 * value:.2f} %" if share else f"{value:.4f}"))
+            parts.append(
+                f"{part} {name} " + (f"{100 * value:.2f} %" if share else format_figure(value))
+            )
     if record.get("samples_per_second") is not None:
         parts.append(f"{record['samples_per_second']:,.0f} samples/s")
     if record.get("seconds") is not None:
@@ -172,13 +179,14 @@ class RichProgress(Progress):
         from rich.console import Console
         from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
+        from rich.table import Column
 
         self._console = Console(file=stream)
         self._bar = Bar(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             TextColumn("loss {task.fields[loss]}  {task.fields[rate]} samples/s"),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),  # so only the bar shrinks
             console=self._console,
             transient=True,
         )
@@ -199,7 +207,7 @@ class RichProgress(Progress):
             self._task,
             completed=epoch * self._steps + step_in_epoch,
             description=f"epoch {epoch + 1}/{self._epochs}",
-            loss=f"{loss:.4f}",
+            loss=format_figure(loss),
             rate=f"{samples_per_second:,.0f}",
         )
 

@@ -35,7 +35,7 @@ from ..comm import Communicator
 from ..core import precision as precisions
 from ..core.offload import offload
 from ..errors import ConfigError, NumericsError
-from ..settings.declarations import Training, check
+from ..settings.declarations import Training, check, explain_keywords
 from . import agreement, checkpoint_parts, resume
 from .arithmetic import Arithmetic
 from .feed import BatchFeed
@@ -178,6 +178,7 @@ class Trainer:
 
     # --- training ---
 
+    @explain_keywords
     def fit(
         self,
         train_loader: Any,

@@ -257,7 +257,8 @@ def title(job: dict[str, Any]) -> str:
     step = max((s.step for s in job["ranks"]), default=0)
     run = f", {job['run']}, attempt {job['attempt']}" if job["run"] else ""
     leader = f"rank 0 is process {job['pid']} on {job['host']}"
-    return f"{job['world']} ranks, step {step}, {rate:,.0f} samples/s; {leader}{run}"
+    ranks = f"{job['world']} rank{'s' * (job['world'] != 1)}"
+    return f"{ranks}, step {step}, {rate:,.0f} samples/s; {leader}{run}"
 
 
 def plain(job: dict[str, Any]) -> str:

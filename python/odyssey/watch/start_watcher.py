@@ -16,6 +16,7 @@ import struct
 import subprocess
 import sys
 import threading
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,13 @@ import numpy as np
 from ..base import exits, runs, slot
 from ..base.hooks import machine, process_space
 from ..base.limits import seconds
+from ..errors import ConfigError
 
 WATCHDOG = "ODYSSEY_WATCHDOG"
 HEARTBEAT = "ODYSSEY_HEARTBEAT"
 ADDRESSES = 6
+# variables that decide which calls a rank makes
+COMPARED = "ODYSSEY_BACKEND", "ODYSSEY_RUN_DIR"
 _begun = 0  # pid
 
 
@@ -61,8 +65,9 @@ def begin(world: Any) -> None:
         forked(None, _leave, (os.getpid(),), exitpriority=0)  # which ends by os._exit, after these
     started = getattr(sys.modules.get("odyssey.comm.mpi"), "STARTED", (0, 0))
     node = machine() << 31 ^ process_space()  # names those processes that see each other in /proc
-    me = [os.getpid(), descriptor, node, *started, *_addresses()]
+    me = [os.getpid(), descriptor, node, *started, *_addresses(), *_variables()]
     everyone = world.all_gather(np.array(me, np.int64)).tolist()
+    _check_variables([numbers[-len(COMPARED) :] for numbers in everyone])
     nodes: dict[int, list[int]] = {}
     for rank, (_, _, node, *_) in enumerate(everyone):
         nodes.setdefault(node, []).append(rank)
@@ -78,7 +83,8 @@ def begin(world: Any) -> None:
     if len(nodes) > 1:
         if world.rank == 0:
             listener, endpoint = _listen(
-                everyone[0][5:], [everyone[ranks[0]][5:] for ranks in nodes.values()]
+                everyone[0][5 : 5 + ADDRESSES],
+                [everyone[ranks[0]][5 : 5 + ADDRESSES] for ranks in nodes.values()],
             )
         world.broadcast(endpoint)
     unseen = [rank for rank, (_, its, *_) in enumerate(everyone) if its < 0]
@@ -107,6 +113,27 @@ def begin(world: Any) -> None:
         listener.close()
     if slot.read_current().phase == "start":
         slot.phase("compute")  # until somebody says something else
+
+
+def _variables() -> list[int]:
+    """Returns a number for the value of each of COMPARED, 0 if it is not set."""
+    backend, run_dir = (os.environ.get(name, "") for name in COMPARED)
+    # A run directory may have another path on each machine.
+    return [zlib.crc32(backend.encode(errors="replace")), int(bool(run_dir))]
+
+
+def _check_variables(everyone: list[list[int]]) -> None:
+    """Raises ConfigError: a variable that decides which calls ranks make differs between ranks."""
+    for name, values in zip(COMPARED, zip(*everyone, strict=True), strict=True):
+        rank = next((rank for rank, value in enumerate(values) if value != values[0]), 0)
+        if rank:
+            difference = f"differs between rank 0 and rank {rank}"
+            if 0 in (values[0], values[rank]):
+                owner = 0 if values[0] else rank
+                difference = f"is set on rank {owner}, but not on rank {rank - owner}"
+            raise ConfigError(
+                f"[launch] {name} {difference}; export the same value on all ranks, or on none"
+            ).on_all_ranks()
 
 
 def _leave(process: int) -> None:

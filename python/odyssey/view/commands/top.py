@@ -91,12 +91,13 @@ def _show(job: Any, once: bool, as_json: bool, interval: float) -> None:
 
 
 def _table(snapshot: dict[str, Any]) -> Any:
+    from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     from .. import top as view
 
-    table = Table(title=Text(view.title(snapshot)), title_justify="left", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
     for name in view.COLUMNS:
         table.add_column(
             name, justify="left" if name in ("host", "now") else "right", no_wrap=name != "now"
@@ -110,4 +111,4 @@ def _table(snapshot: dict[str, Any]) -> Any:
             else ""
         )
         table.add_row(*(Text(cell) for cell in row), style=style)
-    return table
+    return Group(Text(view.title(snapshot)), table)  # a table's title is no wider than its rows
