@@ -35,7 +35,7 @@ def main() -> None:
     with no_grad():
         for x, y in data.DataLoader(test_set, batch_size=64, sampler=sampler):
             output = model(Tensor(x))
-            losses.append(F.cross_entropy(output, y, "sum").item())
+            losses.append(F.cross_entropy(output, y, reduction="sum").item())
             right.append(float(np.sum(np.argmax(output.numpy(), axis=1) == y)))
     count = len(sampler)
     loss = dist.metric_average(sum(losses) / max(count, 1), "loss", weight=count)

@@ -52,7 +52,7 @@ def evaluate(model: nn.Module, loader: data.DataLoader) -> tuple[float, float]:
     with no_grad():
         for x, y in loader:
             output = model(Tensor(x))
-            loss += F.nll_loss(output, y, "sum").item()
+            loss += F.nll_loss(output, y, reduction="sum").item()
             right += float(np.sum(np.argmax(output.numpy(), axis=1) == y))
             count += len(y)
     model.train()

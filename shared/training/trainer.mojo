@@ -140,7 +140,7 @@ struct DistributedTrainer[M: Module, O: Optimizer, L: Loss = CrossEntropyLoss](M
 
     def save_weights(self, path: String) raises:
         """Writes the parameters by name as safetensors; all ranks call."""
-        _ = call(self.py, "save_weights", path)
+        _ = call(odyssey().package, "export", self.py, path)
 
 
 def mesh(*sizes: PythonObject, var **named: PythonObject) raises -> PythonObject:

@@ -208,7 +208,10 @@ def made(given: Given, comm: Communicator, **layout: Any) -> DistributedTrainer:
 
 def hash_of(trainer: DistributedTrainer) -> str:
     """A hash of weights and of the optimizer's state; a collective call."""
-    state = {name: np.asarray(value).tobytes() for name, value in trainer.optimizer_state().items()}
+    state = {
+        name: np.asarray(value).tobytes()
+        for name, value in trainer.training_state.optimizer_state().items()
+    }
     return hashlib.sha256(repr((trainer.weights_sha256(), state)).encode()).hexdigest()
 
 

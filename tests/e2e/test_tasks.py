@@ -267,9 +267,9 @@ def test_accuracy_is_for_classes_only_and_counts_with_any_loss(alone):
         ({"metrics": {f"m{i}": "mae" for i in range(13)}}, "13 metrics are given; at most 12"),
         ({"metrics": {"a": lambda y, t: 1.0}}, "the metric a gave a float; it must give a Tensor"),
         ({"loss": 3}, "loss is 3; give a function"),
-        ({"loss": lambda y, t: F.l1_loss(y, t, "none")}, r"the loss has shape \(8, 1\)"),
+        ({"loss": lambda y, t: F.l1_loss(y, t, reduction="none")}, r"the loss has shape \(8, 1\)"),
         ({"loss": lambda y, t: 1.0}, "the loss is a float"),
-        ({"loss": nn.L1Loss("none")}, "reduction='none'"),
+        ({"loss": nn.L1Loss(reduction="none")}, "reduction='none'"),
     ],
 )
 def test_what_is_refused(alone, settings, said):

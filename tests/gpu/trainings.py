@@ -387,10 +387,10 @@ def touched() -> dict[str, Any]:
     one, two = trainer("mlp"), trainer("mlp")
     steps(one, 2)
     steps(two, 2)
-    state, optimizer = two.state_dict(), two.optimizer_state()
+    state, optimizer = two.state_dict(), two.training_state.optimizer_state()
     for name, p in two.model.named_parameters():
         p.data[...] = 0.5 * state[name]
-    two.load_optimizer_state({**optimizer, "momentum": 0 * optimizer["momentum"]})
+    two.training_state.load_optimizer_state({**optimizer, "momentum": 0 * optimizer["momentum"]})
     halved = two.state_dict()
     same = all(np.array_equal(halved[k], 0.5 * state[k]) for k in state)
     third = trainer("mlp")
@@ -522,7 +522,7 @@ def offloaded() -> dict[str, Any]:
         asked[0] = 0
         t = trainer("mlp", make(), **settings)
         t.fit(loader(), epochs=1, steps=n, checkpoint_dir=folder, checkpoint_every=2)
-        state = {k: np.asarray(v).tobytes() for k, v in t.optimizer_state().items()}
+        state = {k: np.asarray(v).tobytes() for k, v in t.training_state.optimizer_state().items()}
         return (t.weights_sha256(), state), asked[0] / (4 * t.arena.size), len(t.optimizer.states)
 
     def momentum() -> Any:
@@ -640,7 +640,7 @@ def rules() -> dict[str, Any]:
             checkpoint_every=2,
             callbacks=[OtherBetas()],
         )
-        state = {k: np.asarray(v).tobytes() for k, v in t.optimizer_state().items()}
+        state = {k: np.asarray(v).tobytes() for k, v in t.training_state.optimizer_state().items()}
         gaps = [a.size - sum(p.size for _, p in t.arena.named) for a in optimizer.arrays.values()]
         zeros = [a.size - np.count_nonzero(a) for a in (t.arena.params, *optimizer.state.values())]
         return t.state_dict(), (t.weights_sha256(), state), min(zeros) >= max(gaps) > 0

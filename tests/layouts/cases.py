@@ -113,7 +113,7 @@ def trained(
         history, sums = _looped(case, trainer, loader, **{"epochs": case.epochs, **fit})
         evaluation = trainer.evaluate(evaluated)
         result = {f"weight {name}": value for name, value in trainer.state_dict().items()}
-        for name, value in trainer.optimizer_state().items():
+        for name, value in trainer.training_state.optimizer_state().items():
             result[f"optimizer {name}"] = np.asarray(value)
         for i, record in enumerate(history.records):
             for name, value in record.items():

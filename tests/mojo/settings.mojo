@@ -46,6 +46,11 @@ def settings() raises:
         print("train loss", history.train_loss())
         print("weights", trainer.weights_sha256())
         print(trainer.comm.why())
+    if number("validate", 0):
+        var validated = trainer.train(loader, mnist(train=False), steps=steps + 1)
+        var evaluation = trainer.evaluate(mnist(train=False))
+        if trainer.comm.rank() == 0:
+            print("test loss", validated.test_loss(), evaluation.loss)
 
 
 def ends() raises:

@@ -54,7 +54,7 @@ def trained(
     trainer = made(comm, **settings)
     test = data.load("mnist", train=False).take(500) if validate else None
     history = trainer.fit(loader(samples), test, epochs=epochs, steps=steps)
-    state = trainer.optimizer_state()
+    state = trainer.training_state.optimizer_state()
     return (
         trainer.weights_sha256(),
         history,
@@ -219,7 +219,9 @@ def test_local_sgd_learns_and_gives_the_same_bits_again(ranks, optimizer):
         )
         history = trainer.fit(loader(), data.load("mnist", train=False).take(500), epochs=3)
         state = b"".join(
-            v.tobytes() for v in trainer.optimizer_state().values() if isinstance(v, np.ndarray)
+            v.tobytes()
+            for v in trainer.training_state.optimizer_state().values()
+            if isinstance(v, np.ndarray)
         )
         assert history.records[-1]["test_accuracy"] > 0.7
         assert history.bytes_per_step > 0

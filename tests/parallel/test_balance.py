@@ -86,7 +86,9 @@ def trained(comm, folder, settings, steps=None, moved=True):
     trainer.take_step = lambda batch: (seen.append(batch.numbers.tolist()), take(batch))[1]
     history = trainer.fit(loader, MNIST.take(30), epochs=3, steps=steps, checkpoint_dir=folder)
     weights = {k: v.tobytes() for k, v in trainer.state_dict().items()}
-    state = {k: np.asarray(v).tobytes() for k, v in trainer.optimizer_state().items()}
+    state = {
+        k: np.asarray(v).tobytes() for k, v in trainer.training_state.optimizer_state().items()
+    }
     said = [(r["train_loss"], r["test_loss"]) for r in history.records]
     return weights, state, said, seen
 

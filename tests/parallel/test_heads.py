@@ -55,7 +55,9 @@ def trained(comm, seed, settings, folder=None, steps=None):
     )
     evaluation = trainer.evaluate(samples)
     state = {
-        k: v.tobytes() for k, v in trainer.optimizer_state().items() if isinstance(v, np.ndarray)
+        k: v.tobytes()
+        for k, v in trainer.training_state.optimizer_state().items()
+        if isinstance(v, np.ndarray)
     }
     return trainer.weights_sha256(), state, losses.train_loss, evaluation.loss, trainer.grad_norm
 

@@ -102,7 +102,7 @@ def train(comm, model, optimizer, samples, batch, settings):
     losses.append(trainer.fit(loader, epochs=1).train_loss)
     state = {
         k: v.tobytes() if isinstance(v, np.ndarray) else v
-        for k, v in trainer.optimizer_state().items()
+        for k, v in trainer.training_state.optimizer_state().items()
     }
     weights = {k: v.tobytes() for k, v in trainer.state_dict().items()}
     return weights, state, losses, evaluated, trainer.grad_norm, trainer
@@ -290,7 +290,11 @@ def test_a_step_with_nan_is_taken_by_nobody(ranks, settings, what, clip):
         if what == "loss":
             trainer.fit([good])
         n = trainer.steps
-        before = trainer.weights_sha256(), trainer.optimizer_state()["momentum"].tobytes(), n
+        before = (
+            trainer.weights_sha256(),
+            trainer.training_state.optimizer_state()["momentum"].tobytes(),
+            n,
+        )
         with pytest.raises(
             NumericsError, match=f"the {what} is not finite at step {n + 1} "
         ) as error:
@@ -298,7 +302,7 @@ def test_a_step_with_nan_is_taken_by_nobody(ranks, settings, what, clip):
         assert error.value.raised_on_all_ranks
         assert before == (
             trainer.weights_sha256(),
-            trainer.optimizer_state()["momentum"].tobytes(),
+            trainer.training_state.optimizer_state()["momentum"].tobytes(),
             trainer.steps,
         )
         trainer.fit([good])
@@ -479,7 +483,7 @@ def test_the_optimizer_goes_on_where_it_was(ranks, settings):
     def whole(comm):
         trainer = start(comm, {})
         fit(trainer, first)
-        state, weights = trainer.optimizer_state(), trainer.state_dict()
+        state, weights = trainer.training_state.optimizer_state(), trainer.state_dict()
         fit(trainer, second)
         return state, weights, trainer.weights_sha256()
 
@@ -488,14 +492,14 @@ def test_the_optimizer_goes_on_where_it_was(ranks, settings):
     def resumed(comm):
         trainer = start(comm, settings)
         trainer.model.load_state_dict(weights)
-        trainer.load_optimizer_state(state)
+        trainer.training_state.load_optimizer_state(state)
         trainer.steps = 2
         fit(trainer, second)
         found = trainer.weights_sha256()
         # after a step, each rank keeps its part
-        trainer.load_optimizer_state(trainer.optimizer_state())
+        trainer.training_state.load_optimizer_state(trainer.training_state.optimizer_state())
         with pytest.raises(ConfigError, match="no m of this optimizer"):
-            trainer.load_optimizer_state({**state, "m": state["m"][:-1]})
+            trainer.training_state.load_optimizer_state({**state, "m": state["m"][:-1]})
         if ranks > 1:
             with pytest.raises(ConfigError, match="spread over the ranks"):
                 trainer.optimizer.step()

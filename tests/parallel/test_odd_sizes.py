@@ -27,7 +27,7 @@ def odd(comm, model, optimizer, inputs, classes, batch, steps, settings):
     )
     trainer = DistributedTrainer(model(), optimizer(), comm=comm, threads=1, **settings)
     trainer.fit(loader)
-    state = trainer.optimizer_state()
+    state = trainer.training_state.optimizer_state()
     return trainer.weights_sha256(), {
         k: v.tobytes() for k, v in state.items() if isinstance(v, np.ndarray)
     }

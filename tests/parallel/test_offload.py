@@ -63,7 +63,9 @@ def trained(comm, settings, saving=None, steps=None, within=None, optimizer=opti
         checkpoint_every=2 if saving else None,
     )
     weights = {k: v.tobytes() for k, v in trainer.state_dict().items()}
-    state = {k: np.asarray(v).tobytes() for k, v in trainer.optimizer_state().items()}
+    state = {
+        k: np.asarray(v).tobytes() for k, v in trainer.training_state.optimizer_state().items()
+    }
     losses = [(r["train_loss"], r["test_loss"]) for r in history.records]
     return (weights, state, losses, trainer.weights_sha256()), trainer
 

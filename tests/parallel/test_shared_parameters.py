@@ -148,7 +148,7 @@ def trained(comm, model, settings, folder=None, epochs=2):
     loss = trainer.fit(loader, epochs=epochs, checkpoint_dir=folder).train_loss
     state = {
         k: v.tobytes() if isinstance(v, np.ndarray) else v
-        for k, v in trainer.optimizer_state().items()
+        for k, v in trainer.training_state.optimizer_state().items()
     }
     weights = {k: v.tobytes() for k, v in trainer.state_dict().items()}
     return weights, state, loss, trainer.evaluate(MNIST.take(9)), trainer.grad_norm

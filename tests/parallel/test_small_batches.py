@@ -45,7 +45,7 @@ def made(comm, **settings):
 def state_of(trainer):
     optimizer = {
         k: v.tobytes() if isinstance(v, np.ndarray) else v
-        for k, v in trainer.optimizer_state().items()
+        for k, v in trainer.training_state.optimizer_state().items()
     }
     return trainer.weights_sha256(), optimizer
 

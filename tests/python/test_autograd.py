@@ -180,5 +180,5 @@ def test_mean_loss_is_the_sum_over_samples_by_their_number():
     logits = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
     by_mean, by_sum = Tensor(logits, requires_grad=True), Tensor(logits, requires_grad=True)
     F.cross_entropy(by_mean, [0, 1, 2, 0, 1]).backward()
-    F.cross_entropy(by_sum, [0, 1, 2, 0, 1], "sum").backward()
+    F.cross_entropy(by_sum, [0, 1, 2, 0, 1], reduction="sum").backward()
     np.testing.assert_allclose(by_mean.grad.numpy() * 5, by_sum.grad.numpy(), rtol=1e-6)

@@ -250,7 +250,7 @@ def test_an_evaluation_has_the_average_and_leaves_no_trace(layout, kind):
             average_loss = trainer.evaluate(validation).loss
         assert trainer.weights_sha256() == before != averaged_sha
         assert trainer.evaluate(validation).loss == weights_loss
-        optimizer = trainer.optimizer_state()
+        optimizer = trainer.training_state.optimizer_state()
         return recorder.steps, losses, weights_loss, average_loss, optimizer, before
 
     ranks, settings = LAYOUTS[layout]
@@ -379,20 +379,24 @@ def test_applied_and_apply(layout):
 
 
 @pytest.mark.parametrize("layout", ["1 rank", "3 ranks, zero 3"])
-def test_save_weights(layout, tmp_path):
+def test_export_within_applied_writes_the_average(layout, tmp_path):
     path = tmp_path / "averaged.safetensors"
 
     def train(comm, settings):
         trainer = make_trainer(comm, 6, settings)
         ema = EMA(decay=0.9)
         trainer.fit(loader(6), epochs=2, callbacks=[ema], verbose=False)
-        ema.save_weights(path)
+        with ema.applied(trainer):
+            odyssey.export(trainer, path)
+        with pytest.deprecated_call(match="use odyssey.export"):
+            ema.save_weights(tmp_path / "old.safetensors")
         comm.barrier()
         return ema.average
 
     averages = on_ranks(layout, train)
     saved, _ = read_weights(path)
     assert_same(dict(sorted(saved.items())), dict(sorted(averages[-1].items())))
+    assert_same(read_weights(tmp_path / "old.safetensors")[0], saved)
     nn.manual_seed(0)
     Network(6).load_state_dict(saved)
 
@@ -624,7 +628,7 @@ def test_an_average_that_is_missing_or_of_another_model(tmp_path):
     with pytest.raises(ConfigError, match="there is no average yet"), ema.applied(trainer):
         pass
     with pytest.raises(ConfigError, match="there is no average yet"):
-        ema.save_weights(tmp_path / "file")
+        ema._check_average()
     swa = SWA(start_epoch=5)
     trainer.fit(loader(0), epochs=1, callbacks=[swa], verbose=False)
     with pytest.raises(ConfigError, match="after the end of epoch start_epoch"):

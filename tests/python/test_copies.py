@@ -129,7 +129,7 @@ MODULES = {
     "MultiheadAttention": (lambda: nn.MultiheadAttention(8, 2, 0.1), SEQUENCES),
     "RMSNorm": (lambda: nn.RMSNorm(8, None), ROWS),
     "BCEWithLogitsLoss": (
-        lambda: nn.BCEWithLogitsLoss("sum", pos_weight=np.full(8, 2, F32)),
+        lambda: nn.BCEWithLogitsLoss(reduction="sum", pos_weight=np.full(8, 2, F32)),
         NUMBERS,
     ),
     "CrossEntropyLoss": (
@@ -137,7 +137,7 @@ MODULES = {
         CLASSES,
     ),
     "L1Loss": (nn.L1Loss, NUMBERS),
-    "MSELoss": (lambda: nn.MSELoss("none"), NUMBERS),
+    "MSELoss": (lambda: nn.MSELoss(reduction="none"), NUMBERS),
     "NLLLoss": (nn.NLLLoss, CLASSES),
     "SmoothL1Loss": (lambda: nn.SmoothL1Loss(beta=0.5), NUMBERS),
     "GELU": (lambda: nn.GELU(approximate="tanh"), ROWS),
@@ -901,7 +901,7 @@ def test_ranks_that_have_parts(ranks, settings, way):
         assert values(new) == now
         new.load_state_dict({name: value + 1 for name, value in new.state_dict().items()})
         assert {name: value.tobytes() for name, value in trainer.state_dict().items()} == now
-        state = trainer.optimizer_state()
+        state = trainer.training_state.optimizer_state()
         assert all(other.state[k].tobytes() == state[k].tobytes() for k in optimizer.states)
         return {name: value.tolist() for name, value in trainer.state_dict().items()}
 

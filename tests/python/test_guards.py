@@ -232,7 +232,7 @@ def test_num_gpus_must_be_an_integer() -> None:
 
 def test_a_summed_loss_is_refused() -> None:
     with pytest.raises(ConfigError, match="reduction='sum'"):
-        trainer(loss=nn.CrossEntropyLoss("sum"))
+        trainer(loss=nn.CrossEntropyLoss(reduction="sum"))
 
 
 def test_an_optimizer_state_without_its_numbers_is_refused() -> None:

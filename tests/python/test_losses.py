@@ -171,7 +171,7 @@ def test_a_loss_of_one_output_names_several(smoothing):
 
 def test_what_modules_refuse():
     with pytest.raises(ConfigError, match="reduction is 'max'; allowed are 'mean', 'sum', 'none'"):
-        nn.MSELoss("max")
+        nn.MSELoss(reduction="max")
     with pytest.raises(ConfigError, match="beta is nan"):
         nn.SmoothL1Loss(beta=float("nan"))
 
@@ -201,7 +201,7 @@ def test_classes_that_count_and_targets_that_are_smoothed(settings, n, tokens, r
     if n > 1:
         t.reshape(-1)[1] = -100
     mine = Parameter(x)
-    loss = nn.CrossEntropyLoss(reduction, **settings)(mine, t)
+    loss = nn.CrossEntropyLoss(reduction=reduction, **settings)(mine, t)
     loss.backward()
     theirs = torch.tensor(x.astype(np.float64), requires_grad=True)
     given = {

@@ -175,9 +175,12 @@ def test_layers_are_their_ops(layer, op):
 def test_losses_are_their_ops():
     x, labels = Tensor(np.random.default_rng(0).standard_normal((5, 3))), [0, 1, 2, 1, 0]
     assert nn.CrossEntropyLoss()(x, labels).item() == F.cross_entropy(x, labels).item()
-    assert nn.NLLLoss("sum")(x, labels).item() == F.nll_loss(x, labels, "sum").item()
+    assert (
+        nn.NLLLoss(reduction="sum")(x, labels).item()
+        == F.nll_loss(x, labels, reduction="sum").item()
+    )
     with pytest.raises(ConfigError, match="'none'.*allowed are 'mean', 'sum'"):
-        nn.CrossEntropyLoss("none")
+        nn.CrossEntropyLoss(reduction="none")
 
 
 def test_repr():

@@ -173,8 +173,9 @@ def save_and_load_checkpoint(path):
 
 def save_average(path):
     average = callbacks.EMA(0.9)
-    fitted(callbacks=[average])
-    average.save_weights(path)
+    trainer = fitted(callbacks=[average])
+    with average.applied(trainer):
+        odyssey.export(trainer, path, format="safetensors")
 
 
 def log_with(kind):
@@ -268,7 +269,7 @@ PLACES = {
         lambda p: fitted(checkpoint_dir=p), lambda p: fitted(resume=f"weights:{p}")
     ),
     "save_checkpoint, load_checkpoint": save_and_load_checkpoint,
-    "save_weights": lambda p: small_trainer().save_weights(p),
+    "export of a trainer": lambda p: odyssey.export(small_trainer(), p, format="safetensors"),
     "DistributedConfig(checkpoint_dir)": lambda p: small_trainer().fit(
         small_loader(), verbose=False, **DistributedConfig(checkpoint_dir=str(p)).fit_options()
     ),
@@ -276,7 +277,7 @@ PLACES = {
     "load": written(lambda p: fitted(checkpoint_dir=p), lambda p: odyssey.load(p, nn.Linear(4, 2))),
     "export": lambda p: odyssey.export(nn.Linear(4, 2), p, format="safetensors"),
     "save_model, load_model": save_and_load_model,
-    "EMA.save_weights": save_average,
+    "export of an average": save_average,
     "CSVLogger": log_with(loggers.CSVLogger),
     "JSONLLogger": log_with(loggers.JSONLLogger),
     "offload": offloaded,

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import odyssey
 from odyssey import Tensor, nn, optim
 from odyssey import functional as F
 from odyssey.errors import ConfigError, ShapeError
@@ -269,3 +274,94 @@ def test_attention_is_called_in_pytorchs_ways():
 def test_a_tensor_of_one_number_is_one():
     x = Tensor(np.float32(3.25))
     assert (float(x), int(x), f"{x:.1f}", f"{x}") == (3.25, 3, "3.2", repr(x))
+
+
+# --- the order and the names of arguments ---
+
+
+def test_class_weights_come_first_in_losses_as_in_pytorch() -> None:
+    rng = np.random.default_rng(3)
+    x, y = rng.normal(size=(20, 5)).astype(np.float32), rng.integers(0, 5, 20)
+    weights = rng.uniform(0.1, 3, 5).astype(np.float32)
+    theirs = torch.tensor(x), torch.tensor(y)
+    for given in (weights, list(weights), Tensor(weights), torch.tensor(weights)):
+        mine = nn.CrossEntropyLoss(given)(Tensor(x), y).item()
+        right = torch.nn.CrossEntropyLoss(torch.tensor(weights))(*theirs).item()
+        assert mine == pytest.approx(right, rel=1e-6)
+    log_x = Tensor(torch.log_softmax(theirs[0], -1).numpy())
+    right = torch.nn.NLLLoss(torch.tensor(weights), reduction="sum")
+    mine = nn.NLLLoss(weights, reduction="sum")(log_x, y).item()
+    assert mine == pytest.approx(right(torch.tensor(log_x.data), theirs[1]).item(), rel=1e-6)
+    t = rng.uniform(size=(20, 5)).astype(np.float32)
+    right = torch.nn.BCEWithLogitsLoss(torch.tensor(weights))(theirs[0], torch.tensor(t))
+    mine = nn.BCEWithLogitsLoss(weights)(Tensor(x), t).item()
+    assert mine == pytest.approx(right.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda: nn.CrossEntropyLoss("sum"), "weight is 'sum'; .*use reduction='sum'"),
+        (lambda: nn.CrossEntropyLoss([1, "b"]), "it must be numbers"),
+        (
+            lambda: nn.CrossEntropyLoss(None, -1),
+            "argument 2 is -1; use a name, such as ignore_index",
+        ),
+        (lambda: nn.MSELoss("sum"), "argument 1 is 'sum'; use a name, such as reduction='sum'"),
+        (lambda: nn.SmoothL1Loss(delta=1), "unknown argument 'delta'; did you mean 'beta'"),
+        (lambda: optim.SGD(None, 0.1, 0.9, 1e-4), "argument 4 is 0.0001; use a name"),
+        (
+            lambda: F.cross_entropy(Tensor(np.zeros((2, 3))), [0, 1], "sum"),
+            "weight is 'sum'; .*use reduction='sum'",
+        ),
+        (lambda: F.nll_loss(Tensor(np.zeros((2, 3))), [0, 1], [1, 2]), r"must be \(3,\)"),
+    ],
+)
+def test_arguments_that_pytorch_has_elsewhere_need_their_names(
+    build: Callable[[], object], said: str
+) -> None:
+    with pytest.raises((ConfigError, ShapeError), match=said):
+        build()
+
+
+def test_layers_have_pytorchs_names_of_arguments() -> None:
+    for name in ("LayerNorm", "RMSNorm", "Linear", "Conv2d", "Embedding", "MultiheadAttention"):
+        mine, theirs = (inspect.signature(getattr(where, name)) for where in (nn, torch.nn))
+        ordered = [p.name for p in mine.parameters.values() if p.kind is not p.KEYWORD_ONLY]
+        assert ordered == [*theirs.parameters][: len(ordered)], name
+    for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad"):
+        mine, theirs = (inspect.signature(getattr(where, name)) for where in (optim, torch.optim))
+        ordered = [p.name for p in mine.parameters.values() if p.kind is not p.KEYWORD_ONLY]
+        assert ordered == [*theirs.parameters][: len(ordered)], name
+
+
+def test_functional_is_found_where_pytorch_has_it() -> None:
+    module = importlib.import_module("odyssey.nn.functional")
+    assert module is F is nn.functional
+
+
+def test_odyssey_torch_lists_its_names() -> None:
+    import odyssey.torch
+
+    assert dir(odyssey.torch) == sorted(odyssey.torch.__all__)
+    assert all(hasattr(odyssey.torch, name) for name in dir(odyssey.torch))
+
+
+# --- one set of names to save and load ---
+
+
+def test_export_takes_a_trainer(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(4, 3))
+    trainer = odyssey.DistributedTrainer(net, optim.SGD(lr=0.1))
+    odyssey.export(trainer, tmp_path / "a.safetensors")
+    odyssey.export(net, tmp_path / "b.safetensors")
+    with pytest.deprecated_call(match=r'use odyssey.export\(trainer, "weights.safetensors"\)'):
+        trainer.save_weights(tmp_path / "c.safetensors")
+    first, second, third = (path.read_bytes() for path in sorted(tmp_path.iterdir()))
+    assert first == second == third
+    with pytest.deprecated_call(match="use trainer.save_checkpoint"):
+        state = trainer.optimizer_state()
+    with pytest.deprecated_call(match="use trainer.load_checkpoint"):
+        trainer.load_optimizer_state(state)
+    with pytest.raises(ConfigError, match="give an odyssey.nn.Module or a trainer"):
+        odyssey.export({}, tmp_path / "d.safetensors")

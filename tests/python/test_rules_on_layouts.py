@@ -91,7 +91,7 @@ def trained(comm, kind, layout, folder, epochs=EPOCHS):
     assert trainer.optimizer.betas == (0.6, 0.8) and trainer.steps == epochs * SAMPLES // BATCH
     return {
         **trainer.state_dict(),
-        **{k: np.asarray(v) for k, v in trainer.optimizer_state().items()},
+        **{k: np.asarray(v) for k, v in trainer.training_state.optimizer_state().items()},
     }
 
 

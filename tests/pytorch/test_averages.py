@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import odyssey
 from odyssey import data
 from odyssey.base.outputs import read_weights
 from odyssey.callbacks import EMA, SWA, Callback, Context, averages
@@ -266,11 +267,12 @@ def test_update_bn_of_torch_after_apply():
 
 
 @pytest.mark.parametrize("device", ["cpu", pretend.NAME])
-def test_save_weights(tmp_path, device):
+def test_export_within_applied_writes_the_average(tmp_path, device):
     trainer = make_trainer(None, 1, 0, device)
     ema = EMA()
     trainer.fit(loader(1), epochs=1, callbacks=[ema], verbose=False)
-    ema.save_weights(tmp_path / "averaged.safetensors")
+    with ema.applied(trainer):
+        odyssey.export(trainer, tmp_path / "averaged.safetensors")
     saved, _ = read_weights(tmp_path / "averaged.safetensors")
     assert_same(saved, ema.average)
     other = make_trainer(None, 1, 0)

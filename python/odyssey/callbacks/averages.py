@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -117,17 +118,21 @@ class WeightAverage(Callback):
         self._averaged_weights(trainer).write(self._values)
 
     def save_weights(self, path: str | Path) -> None:
-        """Writes the average as a safetensors file, whole or not at all.
+        """Deprecated; use odyssey.export(trainer, path) within `applied(trainer)`.
 
-        All ranks may call it. Rank 0 writes.
+        Writes the average as a safetensors file, whole or not at all. All ranks may call it.
+        Rank 0 writes.
 
         Raises:
             ConfigError: There is no average yet.
             OutputError: The file can't be written.
-
-        Example:
-            ema.save_weights("averaged.safetensors")
         """
+        warnings.warn(
+            f"{self._kind}.save_weights() is deprecated; use odyssey.export(trainer, path) within "
+            "applied(trainer)",
+            DeprecationWarning,
+            stacklevel=2,
+        )
         self._check_average()
         if self._rank == 0:
             write_whole(
@@ -267,7 +272,8 @@ class EMA(WeightAverage):
     Example:
         ema = callbacks.EMA(decay=0.999)
         trainer.fit(loader, validation, epochs=5, callbacks=[ema])
-        ema.save_weights("averaged.safetensors")
+        with ema.applied(trainer):
+            odyssey.export(trainer, "averaged.safetensors")
     """
 
     def __init__(

@@ -405,9 +405,10 @@ def _loss(
 def cross_entropy(
     x: Tensor,
     target: Any,
-    reduction: str = "mean",
-    ignore_index: int = -100,
     weight: Any = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
     """log sum exp(x) - x[target] of logits x (N, classes) and class indices target (N), mean or
@@ -428,13 +429,12 @@ def cross_entropy(
         )
     if weight is None and label_smoothing == 0:
         return _loss("cross_entropy", x, target, reduction, ignore_index)
-    classes = x.shape[-1] if x.ndim else 0
-    w = np.ones(classes, np.float32) if weight is None else np.asarray(weight, np.float32)
-    if w.shape != (classes,) or not 0 <= label_smoothing <= 1:
+    if not 0 <= label_smoothing <= 1:
         raise ShapeError(
-            f"[cross_entropy] weight {w.shape} for {classes} classes, label_smoothing "
-            f"{label_smoothing}; give a number for each class, and a label_smoothing from 0 to 1"
+            f"[cross_entropy] label_smoothing is {label_smoothing}; it must be from 0 to 1"
         )
+    classes = x.shape[-1] if x.ndim else 0
+    w = _class_weights("cross_entropy", weight, classes)
     p = log_softmax(x)
     weighted = p if weight is None else p * w
     y = weighted * (1.0 - label_smoothing)
@@ -443,11 +443,46 @@ def cross_entropy(
     return _loss("nll", y, target, reduction, ignore_index, w)
 
 
-def nll_loss(x: Tensor, target: Any, reduction: str = "mean", ignore_index: int = -100) -> Tensor:
-    """-x[target] of log-probabilities x and class indices target, of shapes and means as in
-    cross_entropy.
+def nll_loss(
+    x: Tensor,
+    target: Any,
+    weight: Any = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> Tensor:
+    """-x[target] of log-probabilities x and class indices target, of shapes, weights and means as
+    in cross_entropy.
     """
-    return _loss("nll", x, target, reduction, ignore_index)
+    if weight is None:
+        return _loss("nll", x, target, reduction, ignore_index)
+    w = _class_weights("nll_loss", weight, x.shape[-1] if x.ndim else 0)
+    return _loss("nll", x * w, target, reduction, ignore_index, w)
+
+
+def _class_weights(name: str, weight: Any, classes: int) -> np.ndarray:
+    """Returns what each class counts, (classes,), 1 without weights.
+
+    Raises ShapeError: the weights are no numbers, or not one for each class.
+    """
+    if weight is None:
+        return np.ones(classes, np.float32)
+    weights = check_weights(name, weight)
+    if weights.shape != (classes,):
+        raise ShapeError(
+            f"[{name}] weight has shape {weights.shape}; it must be ({classes},), a number for "
+            "each class"
+        )
+    return weights
+
+
+def check_weights(name: str, weight: Any) -> np.ndarray:
+    """Returns the weights of a loss as float32. Raises ShapeError: they are no numbers."""
+    try:
+        return np.asarray(weight.data if isinstance(weight, Tensor) else weight, np.float32)
+    except (TypeError, ValueError):
+        hint = "" if not isinstance(weight, str) else f"; use reduction={weight!r}"
+        raise ShapeError(f"[{name}] weight is {weight!r}; it must be numbers{hint}") from None
 
 
 def _difference(name: str, x: Tensor, target: Any) -> tuple[Tensor, Tensor]:
@@ -482,7 +517,7 @@ def _reduced(name: str, losses: Tensor, reduction: str) -> Tensor:
     return losses if reduction == "none" else mean(losses) if reduction == "mean" else sum(losses)
 
 
-def mse_loss(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
+def mse_loss(x: Tensor, target: Any, *, reduction: str = "mean") -> Tensor:
     """(x - target)^2 of equal shapes (N, ...): the mean or sum over all numbers, or each
     ("none").
     """
@@ -491,13 +526,13 @@ def mse_loss(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     return _reduced("mse_loss", d * d, reduction)
 
 
-def l1_loss(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
+def l1_loss(x: Tensor, target: Any, *, reduction: str = "mean") -> Tensor:
     """|x - target| of equal shapes (N, ...): the mean or sum over all numbers, or each ("none")."""
     x, t = _difference("l1_loss", x, target)
     return _reduced("l1_loss", abs(x - t), reduction)
 
 
-def smooth_l1_loss(x: Tensor, target: Any, reduction: str = "mean", beta: float = 1.0) -> Tensor:
+def smooth_l1_loss(x: Tensor, target: Any, *, reduction: str = "mean", beta: float = 1.0) -> Tensor:
     """d^2 / (2 beta) where |d| < beta, else |d| - beta / 2, of d = x - target of equal shapes
     (N, ...).
 
@@ -506,7 +541,7 @@ def smooth_l1_loss(x: Tensor, target: Any, reduction: str = "mean", beta: float 
     if not 0 <= beta < math.inf:
         raise ShapeError(f"[smooth_l1_loss] beta is {beta}; it must be at least 0")
     if beta == 0:
-        return l1_loss(x, target, reduction)
+        return l1_loss(x, target, reduction=reduction)
     x, t = _difference("smooth_l1_loss", x, target)
     d = x - t
     # the nearest numbers from -beta to beta; a constant, without a gradient
@@ -519,7 +554,12 @@ def smooth_l1_loss(x: Tensor, target: Any, reduction: str = "mean", beta: float 
 
 
 def binary_cross_entropy_with_logits(
-    x: Tensor, target: Any, reduction: str = "mean", weight: Any = None, pos_weight: Any = None
+    x: Tensor,
+    target: Any,
+    weight: Any = None,
+    *,
+    reduction: str = "mean",
+    pos_weight: Any = None,
 ) -> Tensor:
     """-w (p t log s + (1 - t) log(1 - s)), s = sigmoid(x), of logits x and targets t in [0, 1].
 
@@ -530,11 +570,10 @@ def binary_cross_entropy_with_logits(
     sum over all numbers, or each ("none").
     """
     x, t = _difference("binary_cross_entropy_with_logits", x, target)
-    w, p = (None if c is None else np.asarray(c, np.float32) for c in (weight, pos_weight))
+    name = "binary_cross_entropy_with_logits"
+    w, p = (None if c is None else check_weights(name, c) for c in (weight, pos_weight))
     losses = (t if p is None else t * p) * softplus(-x) + (1.0 - t) * softplus(x)
-    return _reduced(
-        "binary_cross_entropy_with_logits", losses if w is None else losses * w, reduction
-    )
+    return _reduced(name, losses if w is None else losses * w, reduction)
 
 
 def top_k(x: Tensor, target: Any, k: int = 1) -> Tensor:

@@ -26,7 +26,7 @@ from ..base import exits
 from ..comm import Communicator
 from ..errors import ConfigError, DataError, OdysseyError
 from ..nn import Module, Sequential
-from ..optim import Optimizer, Update
+from ..optim import Optimizer
 from ..train import progress
 
 _latest: BaseException | None = None  # that went into Mojo
@@ -312,5 +312,4 @@ class Loop:
         if not divisor:  # of an empty batch
             return False
         by = np.array([divisor], np.float32)
-        update = Update(self.trainer.arena.params.ctypes.data, grads, 0, self.size, 0)
-        return optimizer.apply([update], by.ctypes.data, rate)
+        return optimizer.apply_whole(grads, by.ctypes.data, rate)

@@ -38,6 +38,7 @@ __all__ = [
     "Sequential",
     "Stage",
     "checkpoint",
+    "functional",
     "in_mode",
     "init",
     "manual_seed",

@@ -227,19 +227,19 @@ def activation(name: str, doc: str, function: Callable[..., Tensor]) -> type[Act
 
 
 class LayerNorm(Module):
-    """Each row of (..., features) with mean 0 and variance 1, times weight plus bias; see
+    """Each row of (..., normalized_shape) with mean 0 and variance 1, times weight plus bias; see
     functional.layer_norm.
     """
 
     def __init__(
         self,
-        features: int | tuple[int],
+        normalized_shape: int | tuple[int],
         eps: float = 1e-5,
         elementwise_affine: bool = True,
         bias: bool = True,
     ) -> None:
         super().__init__()
-        self._features = (features := _last_axis("LayerNorm", features))
+        self._features = features = _last_axis("LayerNorm", normalized_shape)
         self.eps = eps
         self.weight = Parameter(np.ones(features, np.float32)) if elementwise_affine else None
         self.bias = (
@@ -271,13 +271,13 @@ def _last_axis(layer: str, features: Any) -> int:
 
 
 class RMSNorm(Module):
-    """Each row of (..., features) divided by the root of its mean square, times weight (Zhang,
-    Sennrich 2019).
+    """Each row of (..., normalized_shape) divided by the root of its mean square, times weight
+    (Zhang, Sennrich 2019).
     """
 
-    def __init__(self, features: int | tuple[int], eps: float | None = 1e-6) -> None:
+    def __init__(self, normalized_shape: int | tuple[int], eps: float | None = 1e-6) -> None:
         super().__init__()
-        features = _last_axis("RMSNorm", features)
+        features = _last_axis("RMSNorm", normalized_shape)
         eps = 2.0**-23 if eps is None else eps
         self.weight = Parameter(np.ones(features, np.float32))
         self.eps = eps
@@ -331,6 +331,7 @@ class BatchNorm1d(Module):
         momentum: float = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
+        *,
         sync: bool = False,
     ) -> None:
         super().__init__()
@@ -453,6 +454,7 @@ class MultiheadAttention(Module):
         num_heads: int,
         dropout: float = 0.0,
         bias: bool = True,
+        *,
         batch_first: bool = True,
     ) -> None:
         super().__init__()

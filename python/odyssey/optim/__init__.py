@@ -6,9 +6,12 @@ an optimizer that has no kernel.
 
 from . import optimizers, schedules
 from .optimizers import *  # noqa: F403
+from .optimizers import BY_NAME as BY_NAME
 from .optimizers import Group as Group
 from .optimizers import KeptTable as KeptTable
 from .optimizers import Kind as Kind
+from .optimizers import Update as Update
+from .optimizers import run as run
 from .schedules import *  # noqa: F403
 
 __all__: list[str] = []

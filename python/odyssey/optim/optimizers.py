@@ -30,7 +30,6 @@ from .rule import MAX_STATES, RulePrograms
 from .schedules import Schedule, cosine, linear, sequential, step_decay
 
 __all__ = [
-    "BY_NAME",
     "SGD",
     "Adagrad",
     "Adam",
@@ -39,9 +38,7 @@ __all__ = [
     "Lion",
     "Optimizer",
     "RMSprop",
-    "Update",
     "lr_scheduler",
-    "run",
     "vectors",
 ]
 
@@ -289,7 +286,7 @@ class Optimizer:
                 raise ConfigError(
                     f"[copy] ranks have parts of the state of this {type(self).__name__}, so a "
                     "copy on one would miss the others' parts; copy within `with "
-                    "trainer.writing():`, on all ranks, or use trainer.optimizer_state()"
+                    "trainer.writing():`, on all ranks, or use trainer.save_checkpoint()"
                 )
         settings = {
             name: value for name, value in vars(self).items() if name not in self._not_copied
@@ -347,7 +344,7 @@ class Optimizer:
             raise ConfigError(
                 f"[{type(self).__name__}] its state is spread over the ranks of a trainer "
                 "(zero=, or a mesh); "
-                "use its optimizer_state() and load_optimizer_state(), or make a new optimizer"
+                "use its save_checkpoint() and load_checkpoint(), or make a new optimizer"
             )
 
     def apply(
@@ -595,13 +592,16 @@ class Optimizer:
         """
         arena = self._bound()
         self.check_whole()
-        everything = Update(
-            arena.address(native.PARAMS), arena.address(native.GRADS), 0, arena.size, 0
-        )
-        if not self.apply([everything], _ONE.ctypes.data, self.lr):
+        if not self.apply_whole(arena.address(native.GRADS), _ONE.ctypes.data, self.lr):
             raise NumericsError(
                 "[optimizer] a gradient is NaN or infinite; nothing was changed. Lower the rate"
             )
+
+    def apply_whole(self, gradients: int, divisor: int, lr: float) -> bool:
+        """Updates all parameters from the gradients at an address; see `apply`."""
+        arena = self._bound()
+        whole = Update(arena.address(native.PARAMS), gradients, 0, arena.size, 0)
+        return self.apply([whole], divisor, lr)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Sets all gradients to zero."""
@@ -715,6 +715,7 @@ class SGD(Optimizer):
         params: Iterable[Any] | None = None,
         lr: float = 0.01,
         momentum: float = 0.0,
+        *,  # PyTorch's next one is the dampening
         weight_decay: float = 0.0,
         nesterov: bool = False,
     ) -> None:
@@ -846,6 +847,7 @@ class Adagrad(Optimizer):
         lr: float = 0.01,
         lr_decay: float = 0.0,
         weight_decay: float = 0.0,
+        *,  # PyTorch's next one is the initial accumulator
         eps: float = 1e-10,
     ) -> None:
         super().__init__(params, lr, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps)

@@ -16,6 +16,7 @@ import inspect
 import math
 import numbers
 import os
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -785,19 +786,29 @@ def make_settings(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
 
 
 def explain_keywords(function: Function) -> Function:
-    """Decorates a method: an unknown keyword is a ConfigError with the argument that is meant.
+    """Decorates a method: an unknown keyword, or an argument that needs its name, is a ConfigError
+    with the name to use.
 
     Python's own TypeError does not know the names that other libraries have.
     """
-    _, *names = inspect.signature(function).parameters
+    _, *parameters = inspect.signature(function).parameters.values()
+    names = [parameter.name for parameter in parameters]
+    keyword_only = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    positions = len(names) - len(keyword_only)
 
     @functools.wraps(function)
     def call(owner: Any, *arguments: Any, **keywords: Any) -> Any:
+        is_method = function.__name__ != "__init__"
+        label = f"{function.__name__}()" if is_method else type(owner).__name__
         for name in keywords:
             if name not in names:
-                is_method = function.__name__ != "__init__"
-                label = f"{function.__name__}()" if is_method else type(owner).__name__
                 raise ConfigError(f"[{label}] unknown argument {name!r}{did_you_mean(name, names)}")
+        if keyword_only and len(arguments) > positions:
+            value = reprlib.repr(arguments[positions])
+            raise ConfigError(
+                f"[{label}] argument {positions + 1} is {value}; use a name, such as "
+                f"{keyword_only[0]}={value}"
+            )
         return function(owner, *arguments, **keywords)
 
     return cast(Function, call)

@@ -43,3 +43,7 @@ __all__ = [
     "load_torch",
     "to_torch",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -14,7 +14,7 @@ import math
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,6 +36,9 @@ from ..nn.module import in_mode, limited
 from ..parallel.plan import shard_count, share
 from ..settings.recipes import FORMATS
 from . import resume
+
+if TYPE_CHECKING:
+    from .trainer_base import Trainer
 
 LISTS = {"Sequential": nn.Sequential, "ModuleList": nn.ModuleList}
 SHARD_SIZE = 32  # samples that are computed at once, unless a checkpoint has another size
@@ -118,6 +121,8 @@ def _build_module(description: dict[str, Any], max_numbers: int) -> nn.Module:
         key: tuple(value) if isinstance(value, list) else value
         for key, value in description["arguments"].items()
     }
+    if name in ("LayerNorm", "RMSNorm") and "features" in arguments:  # as version 0.2 wrote it
+        arguments["normalized_shape"] = arguments.pop("features")
     sizes = (
         size
         for value in arguments.values()
@@ -310,14 +315,17 @@ def content(
 
 
 def export(
-    model: nn.Module,
+    model: nn.Module | Trainer,
     path: str | Path,
     format: str | None = None,
     sample_shape: tuple[int, ...] | None = None,
 ) -> None:
     """Writes a model for other programs, in eval mode.
 
-    Not collective: rank 0 calls it.
+    Rank 0 calls it with a model. All ranks call it with a trainer, which gathers the weights of
+    its model, and rank 0 writes:
+
+        odyssey.export(trainer, "weights.safetensors")
 
     format: "safetensors" or "torch", weights by name; "onnx", the whole model; None: by the path's
     ending, .safetensors, .pt or .onnx. sample_shape: of one sample, without the batch; needed for
@@ -328,11 +336,19 @@ def export(
     kind = format or endings.get(Path(path).suffix)
     if kind is None:
         raise ConfigError(f"[export] {path} has no ending of {', '.join(endings)}; give format=")
-    if not isinstance(model, nn.Module):
+    from .trainer_base import Trainer
+
+    if not isinstance(model, (nn.Module, Trainer)):
         raise ConfigError(
-            f"[export] the model is a {type(model).__name__}; give an odyssey.nn.Module"
+            f"[export] the model is a {type(model).__name__}; give an odyssey.nn.Module or a "
+            "trainer"
         )
-    file_bytes = content(kind, model, model.state_dict(), sample_shape)
+    arrays = model.state_dict()
+    if isinstance(model, Trainer):
+        if model.comm.rank > 0:
+            return
+        model = vars(model).get("model") or vars(model)["module"]
+    file_bytes = content(kind, model, arrays, sample_shape)
     write_whole(expand_path(path), lambda file: file.write(file_bytes), mode=0o666)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -502,16 +503,19 @@ class DistributedTrainer(Trainer):
     # --- state that only odyssey's own modules have ---
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Step count, rate and state arrays in the arena's layout, whole, on every rank;
-        collective likewise.
+        """Deprecated; use save_checkpoint(). Step count, rate and state arrays in the arena's
+        layout, whole, on every rank; collective likewise.
         """
+        _warn("optimizer_state()", "trainer.save_checkpoint(folder)")
         return self.training_state.optimizer_state()
 
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        """Takes back what optimizer_state() gave, on this layout or another; all ranks call it.
+        """Deprecated; use load_checkpoint(). Takes back what optimizer_state() gave, on this
+        layout or another; all ranks call it.
 
         Raises ConfigError: the state is of another optimizer or model; nothing was changed.
         """
+        _warn("load_optimizer_state()", "trainer.load_checkpoint(path)")
         self.training_state.load_optimizer_state(state)
 
     def writing(self) -> Any:
@@ -526,10 +530,10 @@ class DistributedTrainer(Trainer):
         return self.training_state.writing()
 
     def save_weights(self, path: str | Path) -> None:
-        """Writes the parameters as safetensors, whole or not at all.
-
-        Rank 0 writes; all ranks call.
+        """Deprecated; use odyssey.export(). Writes the parameters as safetensors, whole or not at
+        all. Rank 0 writes; all ranks call.
         """
+        _warn("save_weights()", 'odyssey.export(trainer, "weights.safetensors")')
         self.training_state.save_weights(path)
 
     @property
@@ -576,3 +580,10 @@ class DistributedTrainer(Trainer):
 DistributedTrainer.__doc__ = (DistributedTrainer.__doc__ or "").format(
     settings=declaration.documentation(Training)
 )
+
+
+def _warn(old_name: str, instead: str) -> None:
+    """Warns the caller of a name that the next release no longer has."""
+    warnings.warn(
+        f"trainer.{old_name} is deprecated; use {instead}", DeprecationWarning, stacklevel=3
+    )
