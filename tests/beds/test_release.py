@@ -8,6 +8,7 @@ import base64
 import csv
 import glob
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -323,6 +324,8 @@ def _unpacked(
         for path in sorted((root / "usr" / "bin").glob("python3.*"))
         if path.name[8:].isdecimal()
     )
+    if importlib.util.find_spec("uv") is None:
+        pytest.skip("uv is not installed (extra [release])")
     uv = [sys.executable, "-m", "uv", "pip", "install", "-q", "--no-deps", "--only-binary=:all:"]
     uv += [
         f"--python-platform={machine}-manylinux_2_34",

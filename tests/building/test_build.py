@@ -6,8 +6,10 @@ Several processes: test_concurrency.py.
 from __future__ import annotations
 
 import ctypes
+import io
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -34,6 +36,20 @@ def test_first_use_compiles_and_the_second_does_not(tree, entries, capfd):
     assert record["compiler"] == build.compiler_version()
     assert record["source_sha256"] == build.plan(tree).sources
     assert record["bytes"] == path.stat().st_size
+
+
+def test_a_terminal_counts_parts_and_seconds(tree, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    build.library_path()
+    shown = stream.getvalue()
+    assert re.search(r"\rodyssey: compiling the kernels \.\.\. 1 of 1 parts, \d+ s *\r", shown)
+    # what was shown last is overwritten before the line of the end
+    assert f"\r{' ' * build.LIVE_COLUMNS}\rodyssey: compiling the kernels ... done in" in shown
 
 
 def test_key_follows_everything_that_matters(tree, monkeypatch):

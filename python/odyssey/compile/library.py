@@ -51,6 +51,7 @@ FLAGS: tuple[str, ...] = ()  # more options for `mojo build`; part of the key
 _RUNTIME_NAMES = ("KGENCompilerRTShared", "AsyncRTMojoBindings")
 
 _WAIT_NOTICE_S = 2.0
+LIVE_COLUMNS = 72  # of a line on the terminal that is overwritten each second
 _MAX_RECORD_BYTES = 1 << 16  # bytes of build.json
 # With O_PATH of Linux, the directory need not be readable.
 _DIRECTORY_FLAGS = os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY)
@@ -572,7 +573,7 @@ def _compile_and_link(inputs: BuildInputs, cache: Path, library: Path) -> None:
 
     As many parts are compiled at a time as this process has cores.
     """
-    from concurrent.futures import ThreadPoolExecutor, as_completed
+    from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
     if inputs.accelerator:
         compiler.check_accelerator(inputs.accelerator)
@@ -581,15 +582,16 @@ def _compile_and_link(inputs: BuildInputs, cache: Path, library: Path) -> None:
     objects_by_key = {part.key: _open_undamaged(cache, part) for part in parts}
     missing = [part for part in parts if objects_by_key[part.key] is None]
     target = inputs.accelerator or inputs.cpu
-    duration = "some minutes" if inputs.accelerator else "a minute"
+    duration = "some minutes" if inputs.accelerator else "a minute or two; more if others compute"
     # A user's own ops take seconds, so nothing is printed for them.
     shows_progress = bool(missing) and OWN not in inputs.texts
     if shows_progress:
-        scope = ""
+        scope = f", {len(parts)} parts" if len(parts) > 1 else ""
         if len(missing) < len(parts):
             names = ", ".join(sorted(Path(part.part).stem for part in missing))
             scope = f", {len(missing)} of {len(parts)} parts ({names})"
-        _print_line(f"compiling the kernels for {target}{scope}, once (up to {duration}) ...")
+        _print_line(f"compiling the kernels for {target}{scope}, once ({duration}) ...")
+    is_live = shows_progress and sys.stderr.isatty()
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -599,16 +601,21 @@ def _compile_and_link(inputs: BuildInputs, cache: Path, library: Path) -> None:
         objects_by_key[part.key] = _build_once(part, cache)
 
     try:
-        futures = [pool.submit(build_part, part) for part in missing]
-        for number, future in enumerate(as_completed(futures), 1):
-            future.result()
-            if shows_progress and sys.stderr.isatty():
-                # The line of the end is longer, so it overwrites this one.
-                line = f"odyssey: compiling the kernels ... {number} of {len(missing)}"
-                print(line, end="\r", file=sys.stderr, flush=True)
+        running = {pool.submit(build_part, part) for part in missing}
+        while running:
+            completed, running = wait(running, timeout=1, return_when=FIRST_COMPLETED)
+            for future in completed:
+                future.result()
+            if is_live:
+                _print_live(
+                    f"odyssey: compiling the kernels ... {len(missing) - len(running)} of "
+                    f"{len(missing)} parts, {time.perf_counter() - start:.0f} s"
+                )
         objects = [objects_by_key[part.key] for part in parts]
         compiler.link([Path(part.to_load()) for part in objects if part], library)
     finally:
+        if is_live:
+            _print_live("")  # an error, or the line of the end, starts at the left
         pool.shutdown(cancel_futures=True)
         for part in objects_by_key.values():
             if part:
@@ -667,6 +674,11 @@ def _find_prebuilt(kernels_path: Path, accelerator: str | None = None) -> Path:
             "unset ODYSSEY_KERNELS to compile the kernels"
         )
     return path
+
+
+def _print_live(line: str) -> None:
+    """Prints a line on the terminal that the next line overwrites."""
+    print(f"\r{line:<{LIVE_COLUMNS}}", end="\r", file=sys.stderr, flush=True)
 
 
 def _print_line(line: str) -> None:
