@@ -119,6 +119,11 @@ def printable(text: str, *, keep: str = "", limit: int | None = None) -> str:
     return f"{text}... ({excess} more characters)" if excess else text
 
 
+def counted(count: Any, noun: str = "rank") -> str:
+    """Returns a number with its noun: "1 rank", "2 ranks"."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def near(word: str, known: Iterable[str], alike: float = 0.6) -> list[str]:
     """Returns close matches for a misspelled word, at most three; `alike`: from 0 to 1, how
     close they must be.

@@ -167,7 +167,7 @@ def test_ray_tunes_spelling():
         ({"train_fn": 3}, "train_fn is 3; give a function"),
         ({"direction": "up"}, "direction is 'up'; choose from maximize, minimize"),
         ({"sampler": "grid"}, "sampler is 'grid'; choose from tpe, random"),
-        ({"ranks_per_trial": 2}, "ranks_per_trial is 2, and the job has 1 ranks"),
+        ({"ranks_per_trial": 2}, "ranks_per_trial is 2, and the job has 1 rank;"),
         ({"num_gpus": 0}, "num_gpus"),
         ({"train_fn": lambda config: {"a": 1, "b": 2}}, "returned 'a', 'b'; say with metric="),
         ({"train_fn": lambda config: {"test_loss": 1}}, "returned 'test_loss'; say with metric="),

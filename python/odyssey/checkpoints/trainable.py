@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ..errors import ConfigError, check_integer
+from ..errors import ConfigError, check_integer, counted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -65,8 +65,8 @@ class History:
             f", {k}={v:.6g}" for k, v in last if k.startswith(("train_", "test_")) and v is not None
         )
         return (
-            f"History({len(self.records)} epochs, {self.steps} steps{figures}, "
-            f"{self.seconds:.1f} s)"
+            f"History({counted(len(self.records), 'epoch')}, {counted(self.steps, 'step')}"
+            f"{figures}, {self.seconds:.1f} s)"
         )
 
     @property

@@ -31,7 +31,7 @@ from ..checkpoints.store import newest_bytes
 from ..comm import probe as probes
 from ..comm.cores import available_memory, core_mask, memory_limit
 from ..comm.probe import Probed, mpi_of, probe
-from ..errors import BuildError, ConfigError, OdysseyError, printable
+from ..errors import BuildError, ConfigError, OdysseyError, counted, printable
 from ..train import preflight
 
 OK = "ok"
@@ -297,10 +297,7 @@ def cores(ranks: int, threads: int | None, mask: int | None = None) -> Check:
     warnings = preflight.crowded([preflight.RankPlace(0, rank_threads, mask)] * ranks)
     if warnings:
         return Check("cores", WARN, *warnings[0].split("; ", 1))
-    plural = "s" if rank_threads > 1 else ""
-    return Check(
-        "cores", OK, f"{count} for {ranks} rank{'s' * (ranks > 1)} x {rank_threads} thread{plural}"
-    )
+    return Check("cores", OK, f"{count} for {counted(ranks)} x {counted(rank_threads, 'thread')}")
 
 
 def shared_memory(ranks: int, room: tuple[int, int] | None, mpi: str) -> Check:
@@ -319,7 +316,7 @@ def shared_memory(ranks: int, room: tuple[int, int] | None, mpi: str) -> Check:
     text = f"{free / MIB:,.0f} of {size / MIB:,.0f} MiB free"
     larger = "make it larger: docker run --shm-size=256m, or mount -o remount,size=256m /dev/shm"
     if free < need and not mpi.startswith("Open MPI"):
-        text += f", MPICH needs {need / MIB:.0f} for {ranks} rank{'s' * (ranks > 1)}, or crashes"
+        text += f", MPICH needs {need / MIB:.0f} for {counted(ranks)}, or crashes"
         return Check(name, FAIL, text, larger)
     if free < need_with_shm:
         text += f", {need_with_shm / MIB:.0f} are needed for backend shm"

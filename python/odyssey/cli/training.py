@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from odyssey import __version__
-from odyssey.errors import ConfigError
+from odyssey.errors import ConfigError, counted
 
 from ..base import launcher as launchers
 from ..base import outputs, registry, runs, userfile
@@ -592,7 +592,7 @@ def summary(history: History, weights_hash: str, bits: dict[str, float]) -> str:
     elif history.test_loss is not None:
         parts.append(f"test loss {format_figure(history.test_loss)}")
     parts.append(f"train loss {format_figure(history.train_loss)}")
-    parts.append(f"{history.steps} steps")
+    parts.append(counted(history.steps, "step"))
     parts += traffic(*(getattr(history, name) for name in SENT))
     parts.append(f"{history.samples_per_second:,.0f} samples/s")
     parts.append(f"{history.seconds:.1f} s")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError, check_integer
+from ..errors import ConfigError, check_integer, counted
 from ..train.batches import batches_of
 from ..train.trainer_base import Trainer
 from .groups import ProcessGroup, get_rank, is_initialized, joined
@@ -230,9 +230,10 @@ def _prepared(comm: Any, operation: str, size: int) -> tuple[int, Callable[[], A
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Rows of profile_communication() as text."""
-    head = (
-        f"{rows[0]['operation']} on {rows[0]['ranks']} ranks, {rows[0]['backend']}" if rows else ""
-    )
+    head = ""
+    if rows:
+        first = rows[0]
+        head = f"{first['operation']} on {counted(first['ranks'])}, {first['backend']}"
     lines = [head, f"{'floats':>12} {'MB':>10} {'median us':>12} {'MB/s':>10} {'bus MB/s':>10}"]
     for r in rows:
         lines.append(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..base.paths import expand_path
-from ..errors import ConfigError
+from ..errors import ConfigError, counted
 
 # at most
 HOSTS = 4096
@@ -151,7 +151,8 @@ def check_room(hosts: Sequence[Host], ranks: int) -> None:
     room = capacity(hosts)
     if room is not None and room < ranks:
         raise ConfigError(
-            f"[launch] {ranks} ranks, but the hosts have {room} slots; lower -n or add hosts"
+            f"[launch] {counted(ranks)}, but the hosts have {counted(room, 'slot')}; lower -n or "
+            "add hosts"
         )
 
 

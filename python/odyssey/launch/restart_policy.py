@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+from ..errors import counted
 from . import rank_ends as ended
 from .config import LaunchConfig
 from .hosts import Host, capacity
@@ -107,9 +108,7 @@ def decide(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Host
         )
     stopped = any(end.code == STOPPED for end in outcome.ended.values())
     if stopped and outcome.scale is not None and outcome.stop is None:
-        line = (
-            f"{name}: stopped at {_step(outcome.checkpoint)}; going on with {_count(outcome.scale)}"
-        )
+        line = f"{name}: stopped at {_step(outcome.checkpoint)}; going on with {counted(outcome.scale)}"
         return Verdict(line, None, outcome.scale, hosts, past=_remembered(outcome, past))
     if stopped:
         by = ended.signal_name(outcome.stop) if outcome.stop else "a request"
@@ -132,7 +131,7 @@ def _failed(
     exit_code = GAVE_UP if code is None else code
     # the run is as healthy as it was
     if outcome.former is not None and _remembered(outcome, past) == past:
-        line = f"{summary}; going on with {_count(outcome.former)}, as before"
+        line = f"{summary}; going on with {counted(outcome.former)}, as before"
         return Verdict(line, None, outcome.former, hosts, 0.0, past)
     machines = {rank.host for rank in outcome.started.values()}
     # one of several machines may be lost
@@ -160,7 +159,7 @@ def _failed(
     since = f"no progress since step {new_past.step}" if new_past.step >= 0 else "no progress"
     if restarts > config.max_restarts:
         return Verdict(
-            f"{summary}; {since} in {_count(restarts - 1, 'restart')}: given up", exit_code
+            f"{summary}; {since} in {counted(restarts - 1, 'restart')}: given up", exit_code
         )
     if repeated:
         return Verdict(
@@ -183,7 +182,7 @@ def _failed(
         else f" from {_step(outcome.checkpoint)}"
     )
     line = (
-        f"{summary}; restarting{origin} on {_count(ranks)}{note} ({restarts} of "
+        f"{summary}; restarting{origin} on {counted(ranks)}{note} ({restarts} of "
         f"{config.max_restarts} restarts)"
     )
     return Verdict(
@@ -243,7 +242,7 @@ def _choose_ranks(
             return (
                 0,
                 remaining_hosts,
-                f"without {names} {_count(ranks)} would be left, --elastic asks for {min_ranks}",
+                f"without {names} {counted(ranks)} would be left, --elastic asks for {min_ranks}",
             )
         return ranks, remaining_hosts, f" without {names}"
     if past.times >= AGAIN and past.rank is not None and outcome.ranks - 1 >= min_ranks:
@@ -270,7 +269,7 @@ def _failure(outcome: Outcome, cause: End | None) -> str:
     if outcome.unmet:
         return "the ranks that srun started have not met"
     if outcome.late:
-        return f"{len(outcome.started)} of {_count(outcome.ranks)} were started in time"
+        return f"{len(outcome.started)} of {counted(outcome.ranks)} were started in time"
     ending = "was killed" if outcome.code is None else f"ended with exit code {outcome.code}"
     if outcome.code is not None and outcome.code < 0:
         ending = f"was killed by {ended.signal_name(-outcome.code)}"
@@ -298,10 +297,6 @@ def _failure(outcome: Outcome, cause: End | None) -> str:
     return f"the MPI launcher {ending}" + (
         silent_note if len(silent) < outcome.ranks else " and no rank said why"
     )
-
-
-def _count(count: int, noun: str = "rank") -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _step(step: int | None) -> str:

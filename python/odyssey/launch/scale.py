@@ -15,7 +15,7 @@ from typing import Any
 from ..base import runs
 from ..base.files import read_json, write_json
 from ..base.paths import expand_path
-from ..errors import ConfigError, DataError, LaunchError, OutputError, printable
+from ..errors import ConfigError, DataError, LaunchError, OutputError, counted, printable
 from . import lock, rank_ends
 from .config import allowed
 
@@ -49,10 +49,10 @@ def scale(  # noqa: C901
     if wrong := allowed(
         ranks, elastic if valid_elastic else None, room if type(room) is int else None
     ):
-        raise ConfigError(f"[scale] {ranks} ranks for {name}; {wrong}")
+        raise ConfigError(f"[scale] {counted(ranks)} for {name}; {wrong}")
     number = old["attempt"]
     if old.get("ranks") == ranks:
-        raise ConfigError(f"[scale] {name} runs on {ranks} ranks already (attempt {number})")
+        raise ConfigError(f"[scale] {name} runs on {counted(ranks)} already (attempt {number})")
     if not rank_ends.started(run.ranks, number):
         raise LaunchError(
             f"[scale] attempt {number} of {name} is only being started; try again in a moment"
@@ -62,8 +62,8 @@ def scale(  # noqa: C901
     except OSError as problem:
         raise OutputError(f"[scale] {name} cannot be written: {problem.strerror}") from problem
     say(
-        f"attempt {number} on {old.get('ranks')} ranks is asked to stop after its step and to go "
-        f"on with {ranks}"
+        f"attempt {number} on {counted(old.get('ranks'))} is asked to stop after its step and to "
+        f"go on with {ranks}"
     )
     until = time.monotonic() + wait
     while time.monotonic() < until:
@@ -77,10 +77,10 @@ def scale(  # noqa: C901
         ) == latest.get("ranks"):
             if latest.get("ranks") != ranks:
                 raise LaunchError(
-                    f"[scale] attempt {latest['attempt']} runs on {latest.get('ranks')} ranks, not "
-                    f"{ranks}"
+                    f"[scale] attempt {latest['attempt']} runs on "
+                    f"{counted(latest.get('ranks'))}, not {ranks}"
                 )
-            say(f"attempt {latest['attempt']} runs on {ranks} ranks")
+            say(f"attempt {latest['attempt']} runs on {counted(ranks)}")
             return latest["attempt"]
         if lock.holder(run.lock, sure=False) is None:
             raise LaunchError(f"[scale] the launcher of {name} has ended; its output says why")

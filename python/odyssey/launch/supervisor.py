@@ -37,7 +37,7 @@ from ..base.files import NO_DIRECTORY, current_directory, private_directory, rea
 from ..base.launcher import launched
 from ..base.paths import expand_path
 from ..base.variables import DECIDE_BITS, is_named
-from ..errors import ConfigError, DataError, OutputError, printable
+from ..errors import ConfigError, DataError, OutputError, counted, printable
 from . import leftovers, root_user, starting
 from .attempt import Attempt, newest_step
 from .config import LaunchConfig
@@ -96,7 +96,7 @@ class DistributedLauncher:
         lock = RunLock(run.lock)
         try:
             number = self._open(run, words, starter, renewed)
-            ranks = f"{self.config.ranks} rank{'s' * (self.config.ranks > 1)}"
+            ranks = counted(self.config.ranks)
             self._say(
                 f"run {_show_path(run.path)}: attempt {number} on {ranks} ({starter.version})"
             )
@@ -241,7 +241,7 @@ class DistributedLauncher:
                 if back and action.ranks >= outcome.ranks:  # else a rank was just left out
                     action = taken_back(action, back, config, usual_ranks)
                     self._say(
-                        f"{', '.join(back)} answers again: going on with {action.ranks} ranks"
+                        f"{', '.join(back)} answers again: going on with {counted(action.ranks)}"
                     )
             if (
                 action.code != 0

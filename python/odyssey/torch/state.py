@@ -16,7 +16,7 @@ from torch import nn
 from ..capture import Capture, mark
 from ..checkpoints import Snapshot
 from ..core import fingerprint
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, counted
 from ..nn import settings as of_modules
 from ..parallel import Strategy
 from ..settings import Training, of_checkpoint
@@ -362,7 +362,7 @@ class ModuleState:
         """Reports to the user if results depend on the number of ranks, which has changed."""
         if now["reduction"] != "tree" and values.get("ranks") != self.comm.size:
             self.say(
-                f"[resume] {name} was made by {values.get('ranks')} ranks, {self.comm.size} run "
+                f"[resume] {name} was made by {counted(values.get('ranks'))}, {self.comm.size} run "
                 "now: with this "
                 "reduction the bits depend on it, so the training goes on with others"
             )

@@ -23,7 +23,7 @@ from ..core.arena import Arena
 from ..core.native import KERNELS
 from ..core.program import Record
 from ..engine.layout import Layout
-from ..errors import CheckpointError, ConfigError, NumericsError
+from ..errors import CheckpointError, ConfigError, NumericsError, counted
 from ..parallel.mesh import Mesh
 from ..settings.declarations import Training, of_checkpoint
 from . import agreement, resume
@@ -520,7 +520,7 @@ class EngineState:
         }
         what = next((name for name in names if values.get(name, now[name]) != now[name]), None)
         if what == "ranks":
-            return f"{values[what]} ranks", f"{now[what]} run now"
+            return counted(values[what]), f"{now[what]} run now"
         return None if what is None else (f"{what} {values[what]}", f"{now[what]} now")
 
     def _memories(self, snapshot: Snapshot, name: str) -> dict[int, dict[str, Any]]:

@@ -34,7 +34,7 @@ from ..checkpoints.trainable import KEEP, Evaluation, History, Mode, Saving, Ste
 from ..comm import Communicator
 from ..core import precision as precisions
 from ..core.offload import offload
-from ..errors import ConfigError, NumericsError
+from ..errors import ConfigError, NumericsError, counted
 from ..settings.declarations import Training, check, explain_keywords
 from . import agreement, checkpoint_parts, resume
 from .arithmetic import Arithmetic
@@ -122,7 +122,7 @@ class Trainer:
         of = "".join(f"{name}={type(part).__name__}, " for name, part in parts if part is not None)
         return (
             f"{type(self).__name__}({of}rank {self.comm.rank} of {self.comm.size}, "
-            f"{self.steps} steps)"
+            f"{counted(self.steps, 'step')})"
         )
 
     # --- settings that may change in the middle of a training ---

@@ -28,7 +28,7 @@ from .. import comm as communication
 from ..base import expand_path, install_extra
 from ..callbacks import Callback, Context, Monitor
 from ..comm import base
-from ..errors import ConfigError, check_integer, printable
+from ..errors import ConfigError, check_integer, counted, printable
 from ..train import by_first
 
 try:
@@ -207,8 +207,8 @@ class DistributedTuner:
         self.ranks_per_trial = size = check_integer("[tune] ranks_per_trial", ranks_per_trial, 1)
         if size > world.size:
             raise ConfigError(
-                f"[tune] ranks_per_trial is {size}, and the job has {world.size} ranks; start it "
-                f"with mpirun -n {size}"
+                f"[tune] ranks_per_trial is {size}, and the job has {counted(world.size)}; start "
+                f"it with mpirun -n {size}"
             )
         groups = limit = world.size // size
         if num_gpus is not None:

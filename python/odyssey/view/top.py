@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base import read_json, slot, stat
-from ..errors import LaunchError, printable
+from ..errors import LaunchError, counted, printable
 from ..watch import diagnosis, messages
 
 WAIT_S = 3.0  # seconds for an answer
@@ -257,8 +257,7 @@ def title(job: dict[str, Any]) -> str:
     step = max((s.step for s in job["ranks"]), default=0)
     run = f", {job['run']}, attempt {job['attempt']}" if job["run"] else ""
     leader = f"rank 0 is process {job['pid']} on {job['host']}"
-    ranks = f"{job['world']} rank{'s' * (job['world'] != 1)}"
-    return f"{ranks}, step {step}, {rate:,.0f} samples/s; {leader}{run}"
+    return f"{counted(job['world'])}, step {step}, {rate:,.0f} samples/s; {leader}{run}"
 
 
 def plain(job: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ import numpy as np
 from ..base import Run, outputs, parse_json
 from ..callbacks import Callback, Context
 from ..comm import Communicator
-from ..errors import DataError, OutputError
+from ..errors import DataError, OutputError, counted
 from . import journal
 from .timeline import BITS, MAX_RECORDS, SUM, Timeline
 
@@ -358,7 +358,7 @@ def _story(rows: list[dict[str, Any]], zero: int) -> Iterator[dict[str, Any]]:
         start, end = ((1e9 * part[i]["time"] - zero) / 1e3 for i in (0, -1))
         ranks = part[0].get("ranks", "?")
         attempt = part[0].get("attempt")
-        name = f"attempt {attempt} on {ranks} ranks" if attempt else f"training on {ranks} ranks"
+        name = f"{f'attempt {attempt}' if attempt else 'training'} on {counted(ranks)}"
         yield {"ph": "X", "name": name, "ts": start, "dur": end - start, **fields}
         for row in part:
             event = row["event"]
