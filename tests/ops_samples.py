@@ -44,7 +44,7 @@ def over_classes(op: Any, formula: Any) -> list[Sample]:
 
 def losses(op: Any, formula: Any) -> list[Sample]:
     """A loss of each number of two tensors: each, and their mean."""
-    each = Sample(lambda x, t: op(x, t, "none"), formula, ((2, 5), (2, 5)))
+    each = Sample(lambda x, t: op(x, t, reduction="none"), formula, ((2, 5), (2, 5)))
     return [each, Sample(op, lambda x, t: formula(x, t).mean(), ((7,), (7,)), (), False)]
 
 

@@ -108,7 +108,7 @@ def test_loss(kind, n, classes, reduction):
     forward, backward = getattr(R, kind), getattr(R, f"{kind}_backward")
     check(
         kind,
-        lambda x: op(x, labels, reduction),
+        lambda x: op(x, labels, reduction=reduction),
         lambda x: factor * forward(x, labels),
         lambda x, dy: factor * backward(x, labels, dy),
         normal(n, classes, spread=3),

@@ -42,7 +42,7 @@ def test_values_and_gradients_are_those_of_pytorch(name, reduction, n):
     for a, b in zip(mine, theirs, strict=True):
         np.testing.assert_allclose(a.grad.numpy(), b.grad.numpy(), rtol=2e-6, atol=1e-6)
     assert (
-        getattr(F, name)(Tensor(x), t, reduction, **settings).numpy().tobytes()
+        getattr(F, name)(Tensor(x), t, reduction=reduction, **settings).numpy().tobytes()
         == y.numpy().tobytes()
     )
 
@@ -121,7 +121,7 @@ def test_abs():
     [
         (lambda x: F.mse_loss(x, np.zeros(4)), r"output \(4, 2\) and target \(4,\)"),
         (
-            lambda x: F.l1_loss(x, np.zeros((4, 2)), "max"),
+            lambda x: F.l1_loss(x, np.zeros((4, 2)), reduction="max"),
             "'max'; it must be 'mean', 'sum' or 'none'",
         ),
         (lambda x: F.smooth_l1_loss(x, np.zeros((4, 2)), beta=-1), "beta is -1"),

@@ -330,8 +330,8 @@ def memory(ranks: int, limit: int | None, available: int) -> Check:
     limit_text = f"limit {limit / GIB:,.1f} GiB" if limit else "no cgroup limit"
     text = f"{available / GIB:,.1f} GiB available, {limit_text}"
     if available < need:
-        those = f"{ranks} ranks" if ranks > 1 else "a rank"
-        text += f"; {those} of a small model need {need / GIB:.1f} GiB"
+        count_text = f"{ranks} ranks" if ranks > 1 else "a rank"
+        text += f"; {count_text} of a small model need {need / GIB:.1f} GiB"
         advice = "start fewer ranks, or raise the limit: a rank that exceeds it is killed"
         return Check("memory", WARN, text, advice)
     return Check("memory", OK, text)

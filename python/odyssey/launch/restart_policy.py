@@ -108,8 +108,8 @@ def decide(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Host
         )
     stopped = any(end.code == STOPPED for end in outcome.ended.values())
     if stopped and outcome.scale is not None and outcome.stop is None:
-        where = _step(outcome.checkpoint)
-        line = f"{name}: stopped at {where}; going on with {counted(outcome.scale)}"
+        step_text = _step(outcome.checkpoint)
+        line = f"{name}: stopped at {step_text}; going on with {counted(outcome.scale)}"
         return Verdict(line, None, outcome.scale, hosts, past=_remembered(outcome, past))
     if stopped:
         by = ended.signal_name(outcome.stop) if outcome.stop else "a request"

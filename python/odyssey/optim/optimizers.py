@@ -600,8 +600,8 @@ class Optimizer:
     def apply_whole(self, gradients: int, divisor: int, lr: float) -> bool:
         """Updates all parameters from the gradients at an address; see `apply`."""
         arena = self._bound()
-        whole = Update(arena.address(native.PARAMS), gradients, 0, arena.size, 0)
-        return self.apply([whole], divisor, lr)
+        update = Update(arena.address(native.PARAMS), gradients, 0, arena.size, 0)
+        return self.apply([update], divisor, lr)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Sets all gradients to zero."""

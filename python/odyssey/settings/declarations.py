@@ -776,11 +776,11 @@ def make_settings(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
             owners = {
                 n: receiver for receiver, names in ELSEWHERE.items() for n in names.split()
             } | dict.fromkeys(OF_FIT, "fit()")
-            meant = FOREIGN_NAMES.get(name, name)
-            owner = owners.get(meant)
+            own_name = FOREIGN_NAMES.get(name, name)
+            owner = owners.get(own_name)
             hint = did_you_mean(name, declared(kind))
             if owner is not None:
-                hint = f"; give {'it' if meant == name else f'{meant}='} to {owner}"
+                hint = f"; give {'it' if own_name == name else f'{own_name}='} to {owner}"
             raise ConfigError(f"[train] unknown setting {name!r}{hint}")
     return kind(**check(kind, values))
 
