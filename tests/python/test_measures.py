@@ -7,6 +7,7 @@ that says what a user gets. The other counts may only fall.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import json
@@ -16,6 +17,7 @@ import sys
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import click
 import pytest
@@ -43,27 +45,40 @@ def load_script(name: str) -> ModuleType:
 
 measure_code = load_script("measure-code")
 RECORDED = json.loads(measure_code.RECORD.read_text())
-ROOMS = measure_code.measure()
-TOKENS = measure_code.tokens_of_parts(ROOMS)
+
+
+@functools.cache
+def rooms() -> dict[str, Any]:
+    """Returns what the measures count, by room.
+
+    It takes seconds, and every worker of pytest imports this file, so only a test calls it.
+    """
+    return measure_code.measure()
+
+
+@functools.cache
+def tokens() -> dict[str, int]:
+    """Returns the tokens of each part."""
+    return measure_code.tokens_of_parts(rooms())
 
 
 def test_parts_and_rooms_are_recorded():
     assert set(measure_code.PARTS) == {"kernels", "training", *SATELLITES}
-    assert set(TOKENS) == set(RECORDED["tokens"])
-    assert set(ROOMS) == set(RECORDED["rooms"])
+    assert set(tokens()) == set(RECORDED["tokens"])
+    assert set(rooms()) == set(RECORDED["rooms"])
 
 
 @pytest.mark.parametrize("part", sorted(RECORDED["tokens"]))
 def test_a_part_has_no_more_tokens_than_recorded(part):
-    assert TOKENS[part] <= RECORDED["tokens"][part], (
-        f"{part} has {TOKENS[part]} tokens; say in the commit's message what users get for more, "
+    assert tokens()[part] <= RECORDED["tokens"][part], (
+        f"{part} has {tokens()[part]} tokens; say in the commit's message what users get for more, "
         "and run scripts/measure-code --record"
     )
 
 
 @pytest.mark.parametrize("measure", measure_code.FileMeasures.NAMES)
 def test_the_code_gets_no_less_plain(measure):
-    for name, room in ROOMS.items():
+    for name, room in rooms().items():
         count = room.counts[measure]
         limit = RECORDED["rooms"][name].get(measure, 0)
         places = "\n".join(f"{p.path}:{p.line}: {p.text}" for p in room.places[measure])
@@ -156,4 +171,4 @@ def test_environment_variables_are_listed():
 
 
 def test_rooms_are_listed():
-    compare("rooms", set(ROOMS))
+    compare("rooms", set(rooms()))
