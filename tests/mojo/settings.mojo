@@ -50,7 +50,7 @@ def settings() raises:
         var validated = trainer.train(loader, mnist(train=False), steps=steps + 1)
         var evaluation = trainer.evaluate(mnist(train=False))
         if trainer.comm.rank() == 0:
-            print("test loss", validated.test_loss(), evaluation.loss)
+            print("test loss", validated.test_loss().value(), evaluation.loss)
 
 
 def ends() raises:

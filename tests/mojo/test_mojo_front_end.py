@@ -300,6 +300,12 @@ def test_settings_of_the_trainer(launch, program, options, ranks):
     assert weights(done) == python["weights_sha256"], done.stderr
 
 
+def test_a_data_set_is_validated_as_a_loader_is(launch, program):
+    done = launch(program / "settings", "--validate", 1, *MNIST, ranks=2)
+    *_, words, epoch, evaluation = done.stdout.splitlines()[-1].split()
+    assert words == "loss" and epoch == evaluation and float(epoch) > 0, done.stderr
+
+
 @pytest.mark.skipif(emulated.compiler() is None, reason="no C compiler for the emulated GPU")
 def test_four_gpus_in_one_process_over_nccl(launch, program):
     """In both languages: DistributedTrainer(model, optimizer, num_gpus=4, backend="nccl")."""
