@@ -245,11 +245,11 @@ def test_what_fit_refuses(tmp_path):
     ):
         trainer.fit(loader, loader.dataset, callbacks=[callbacks.ReduceLROnPlateau("test_acc")])
     with pytest.raises(ConfigError, match="no figure 'lr'"):  # who would give it is not there
-        trainer.fit(loader, callbacks=[callbacks.EarlyStopping("lr")])
+        trainer.fit(loader, callbacks=[callbacks.EarlyStopping("lr", mode="min")])
     assert trainer.steps == 0
     trainer.fit(
         loader,
-        callbacks=[callbacks.EarlyStopping("lr"), callbacks.LearningRateMonitor()],
+        callbacks=[callbacks.EarlyStopping("lr", mode="min"), callbacks.LearningRateMonitor()],
         verbose=False,
     )
     steps = trainer.steps
@@ -257,7 +257,7 @@ def test_what_fit_refuses(tmp_path):
     with pytest.raises(ConfigError, match="no figure 'mine'"):
         trainer.fit(
             loader,
-            callbacks=[callbacks.EarlyStopping("mine"), callbacks.Callback(), Odd()],
+            callbacks=[callbacks.EarlyStopping("mine", mode="min"), callbacks.Callback(), Odd()],
             verbose=False,
         )
     assert trainer.steps == 2 * steps

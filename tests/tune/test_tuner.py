@@ -152,6 +152,76 @@ def test_what_a_trial_can_end_with():
     assert tuner.best_value == 0.7
 
 
+def train_at(config):
+    """Trains a linear model of numbers, which diverges with a high rate."""
+    nn.manual_seed(0)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(128, 4)).astype("float32")
+    loader = data.DataLoader(data.arrays(x, x[:, :1] * 3), batch_size=32)
+    trainer = odyssey.DistributedTrainer(
+        nn.Linear(4, 1), optim.SGD(lr=config["lr"]), nn.MSELoss(), shard_size=8
+    )
+    return trainer.fit(loader, loader, epochs=40, verbose=False)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_trial_that_diverges_fails_and_the_search_goes_on(ranks, capsys):
+    rates = [0.01, 1e6, 0.1]
+
+    def job(world):
+        tuner = DistributedTuner(
+            train_at, {"lr": rates}, metric="test_loss", ranks_per_trial=ranks, sampler="random"
+        )
+        tuner.tune(8)
+        return tried(tuner) if tuner.study is not None else None, tuner.best_params
+
+    trials, best = mock.run(ranks, job)[0]
+    failed = [params["lr"] for _, state, params, _ in trials if state == "FAIL"]
+    assert failed and set(failed) == {1e6} and best == {"lr": 0.1}
+    lines = capsys.readouterr().err.splitlines()
+    [line] = [line for line in lines if "failed" in line][: 1]
+    assert "lr 1e+06" in line and "NumericsError: [train] the loss is not finite at step" in line
+
+
+def test_all_trials_diverge():
+    tuner = DistributedTuner(train_at, {"lr": [1e6, 1e7]}, metric="test_loss", verbose=False)
+    with pytest.raises(ConfigError, match=r"no trial was completed.*trial 2: NumericsError"):
+        tuner.tune(3)
+
+
+@pytest.mark.parametrize("metric", ["test_mae", "test_mse", "test_perplexity", "test_loss"])
+def test_less_of_an_error_is_better(metric):
+    tuner = DistributedTuner(lambda config: {metric: config["x"]}, {"x": [3, 1, 2]}, metric=metric)
+    assert tuner.tune(8) == {"x": 1}
+
+
+def test_a_name_without_a_direction_asks():
+    space = {"x": [3, 1, 2]}
+    with pytest.raises(ConfigError, match=r"'test_mine' may be better; give direction='minimize'"):
+        DistributedTuner(lambda config: {"test_mine": 1}, space, metric="test_mine")
+    tuner = DistributedTuner(
+        lambda config: {"test_mine": config["x"]}, space, metric="test_mine", direction="minimize"
+    )
+    assert tuner.tune(8) == {"x": 1}
+
+
+def test_a_search_that_ends_early_keeps_what_is_finished(capsys):
+    calls: list = []
+
+    def train_fn(config):
+        calls.append(config["x"])
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return config["x"]
+
+    tuner = DistributedTuner(train_fn, {"x": tune.uniform(0, 1)})
+    with pytest.raises(KeyboardInterrupt):
+        tuner.tune(8)
+    assert tuner.best_value == max(calls[:3]) == tuner.best_params["x"]
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "ends early, after 3 trials: the best is trial" in last
+
+
 def test_ray_tunes_spelling():
     found = tune.run(
         figure, config=SPACE, num_samples=3, resources_per_trial={"gpu": 1}, verbose=False
@@ -171,6 +241,7 @@ def test_ray_tunes_spelling():
         ({"num_gpus": 0}, "num_gpus"),
         ({"train_fn": lambda config: {"a": 1, "b": 2}}, "returned 'a', 'b'; say with metric="),
         ({"train_fn": lambda config: {"test_loss": 1}}, "returned 'test_loss'; say with metric="),
+        ({"metric": "test_mine"}, "less or more of 'test_mine' may be better"),
         ({"train_fn": lambda config: "good"}, "returned a str; return a number"),
         ({"train_fn": lambda config: None}, "no trial was completed"),
         ({"storage": "/dev/null/study.log"}, "the storage '/dev/null/study.log' cannot be used"),

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, check_integer
+from ..metrics import direction_of
 from ..settings.declarations import did_you_mean
 from .base import Callback, Context
 
@@ -41,14 +42,15 @@ class Monitor(Callback):
 
     Args:
         monitor: the metric, such as "test_loss", "test_accuracy" or "train_loss".
-        mode: "min" if less is better, "max" if more is better. "auto" is "max" for names that end
-            in "accuracy" or "top5" (with any number), else "min".
+        mode: "min" if less is better, "max" if more is better. "auto" asks
+            `odyssey.metrics.direction_of`, which knows the names of common metrics.
         min_delta: the difference from the best by which a value must be better to count as better.
 
     Raises:
-        ConfigError: a setting is not allowed, or an epoch has no such metric. The second is raised
-            before the first step if the metrics are known then (Context.figures), else at the end
-            of the first epoch.
+        ConfigError: a setting is not allowed, `mode` is "auto" and the name of the metric doesn't
+            say which values are better, or an epoch has no such metric. The last is raised before
+            the first step if the metrics are known then (Context.figures), else at the end of the
+            first epoch.
     """
 
     def __init__(
@@ -61,12 +63,22 @@ class Monitor(Callback):
             self, "mode", mode, mode in MODES, f"choose from {', '.join(MODES)}"
         )
         if mode == "auto":
-            self.mode = "max" if re.search(r"(accuracy|top\d+)$", monitor) else "min"
+            self.mode = self._mode_of(monitor)
         ok = _is_finite_number(min_delta) and min_delta >= 0
         self.min_delta = _check_setting(
             self, "min_delta", min_delta, ok, "it must be a number of at least 0"
         )
         self.best: float | None = None
+
+    def _mode_of(self, monitor: str) -> str:
+        """Returns "min" or "max" by the name of a metric. Raises ConfigError if it doesn't say."""
+        direction = direction_of(monitor)
+        if direction is None:
+            raise ConfigError(
+                f"[{type(self).__name__}] less or more of {monitor!r} may be better; give "
+                "mode='min' or mode='max'"
+            )
+        return "min" if direction == "minimize" else "max"
 
     def on_fit_start(self, context: Context) -> None:
         """Resets the best value, and checks `monitor` if the metrics are known already."""

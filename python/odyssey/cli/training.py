@@ -400,17 +400,30 @@ def build_early_stopping(settings: Settings, train_set: Any) -> list[Callback]:
     """
     from ..callbacks import EarlyStopping, ModelCheckpoint
 
-    metrics = ["loss"]
-    if settings.metrics:
-        metrics += [name.strip() for name in settings.metrics.split(",")]
-    elif train_set.classes and not is_language_model(settings):
-        metrics.append("accuracy")
-    parts = ("test", "train") if settings.evaluate else ("train",)
-    figures = [f"{part}_{name}" for part in parts for name in metrics]
-    stopping = EarlyStopping.parse(settings.early_stopping, figures)
+    stopping = EarlyStopping.parse(
+        settings.early_stopping, epoch_figures(settings, train_set)
+    )
     if settings.checkpoint_dir or settings.run_dir or runs.Run.current():
         return [stopping, ModelCheckpoint(stopping.monitor)]
     return [stopping]
+
+
+def epoch_figures(settings: Settings, train_set: Any) -> list[str]:
+    """Returns the names of the figures that the record of an epoch has, such as test_loss."""
+    metrics = ["loss"]
+    if settings.metrics:
+        metrics += metric_names(settings)
+    elif train_set.classes and not is_language_model(settings):
+        metrics.append("accuracy")
+    parts = ("test", "train") if settings.evaluate else ("train",)
+    return [f"{part}_{name}" for part in parts for name in metrics]
+
+
+def metric_names(settings: Settings) -> list[str] | None:
+    """Returns the names in `--metrics`, or None if it is not given."""
+    if settings.metrics is None:
+        return None
+    return [name.strip() for name in settings.metrics.split(",")]
 
 
 # --- training -----------------------------------------------------------------------------------
@@ -441,9 +454,7 @@ def build_trainer(
         model=model,
         optimizer=optimizer,
         loss=None if data.train_set.classes else nn.MSELoss(),
-        metrics=None
-        if settings.metrics is None
-        else [name.strip() for name in settings.metrics.split(",")],
+        metrics=metric_names(settings),
         schedule=schedule,
         mesh=ranks.mesh,
         comm=ranks.world,

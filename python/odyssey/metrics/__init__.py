@@ -14,6 +14,7 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "metrics.base": "Metric check_methods is_of_whole_set",
+        "metrics.direction": "direction_of",
         "metrics.classes": "AUC F1 Precision Recall",
         "metrics.means": "check_mean",
         "metrics.numbers": "Correlation R2",

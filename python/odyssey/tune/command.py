@@ -11,10 +11,13 @@ from typing import Any
 import click
 
 from ..base import outputs
+from ..cli import training
 from ..cli.commands import FILE, HELP, on_all_ranks, train
 from ..errors import ConfigError
 from ..settings import option
 
+# Options that change what a loss measures, so trials with other values can't be compared by it.
+CHANGE_LOSS = ("loss", "log-target", "class-weights", "target", "dataset", "data-dir", "model")
 CONTEXT_SETTINGS = {**HELP, "ignore_unknown_options": True, "allow_extra_args": True}
 
 
@@ -41,9 +44,8 @@ CONTEXT_SETTINGS = {**HELP, "ignore_unknown_options": True, "allow_extra_args": 
 )
 @click.option(
     "--metric",
-    default="test_accuracy",
-    show_default=True,
-    help="The figure of the last epoch to judge by.",
+    help="The figure of the last epoch to judge by. (default: test_accuracy of classes, test_loss "
+    "of numbers and of text)",
 )
 @click.option(
     "--direction",
@@ -53,20 +55,24 @@ CONTEXT_SETTINGS = {**HELP, "ignore_unknown_options": True, "allow_extra_args": 
 @click.option(
     "--storage",
     metavar="FILE|URL",
-    help="Keep the study here, and go on with it. (default: not kept)",
+    help="Keep the study here, and go on with it. (default: kept until the search ends)",
 )
 @click.option("--sampler", type=click.Choice(("tpe", "random")), default="tpe", show_default=True)
 @click.option(
     "--prune", is_flag=True, help="End trials early that are worse than the median of the others."
 )
 @click.option(
-    "--json", "json_file", type=FILE, metavar="FILE", help="Write params and figures of all trials."
+    "--json",
+    "json_file",
+    type=FILE,
+    metavar="FILE",
+    help="Write params and figures of all trials, again after each trial.",
 )
 @click.argument("options", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF odyssey train]")
 def command(
     params: Sequence[str],
     trials: int,
-    metric: str,
+    metric: str | None,
     prune: bool,
     json_file: Path | None,
     options: tuple[str, ...],
@@ -97,33 +103,77 @@ def command(
         first = {
             name: d.choices[0] if hasattr(d, "choices") else d.low for name, d in space.items()
         }
-        _settings(options, first, 0)  # what is wrong is said before the first trial
+        settings = _settings(options, first, 0)  # what is wrong is said before the first trial
+        metric = _metric(metric, settings, space)
         if json_file is not None:
             outputs.check(json_file, "--json")
 
+    def write_trials() -> None:
+        if json_file is not None and tuner.comm.rank == 0:
+            outputs.write_json(json_file, "--json", {"metric": metric, **_results(tuner.study)})
+
     def play(config: dict[str, Any], trial: Any) -> Any:
+        write_trials()
         settings = _settings(options, config, trial.number)
         gc.unfreeze()
         return train.run(settings, callbacks=[trial.pruning(metric)] if prune else (), quiet=True)
 
-    tuner = tune.DistributedTuner(play, space, metric=metric, **tuner_options)
-    tuner.tune(trials)
+    with on_all_ranks():
+        tuner = tune.DistributedTuner(play, space, metric=metric, **tuner_options)
+    try:
+        tuner.tune(trials)
+    finally:
+        if tuner.study is not None:
+            write_trials()
     if tuner.comm.rank:
         return
-    if json_file is not None:
-        rows = [
+    words = " ".join(f"--{name} {value}" for name, value in tuner.best_params.items())
+    outputs.say(f"best {metric} {tuner.best_value:.6g}: {words}")
+
+
+def _metric(name: str | None, settings: Any, space: dict[str, Any]) -> str:
+    """Returns the figure to judge by: the one that is given, or the one that fits the data.
+
+    Raises ConfigError if an epoch of the training has no such figure, or if trials of this search
+    can't be compared by their loss.
+    """
+    train_set = training.load_data(settings).train_set
+    figures = training.epoch_figures(settings, train_set)
+    if name is not None and name not in figures:
+        raise ConfigError(
+            f"[tune] --metric {name}: an epoch has no such figure; choose from "
+            f"{', '.join(figures)}, or measure more with --metrics"
+        )
+    if name is not None:
+        return name
+    accuracies = [figure for figure in figures if figure.endswith("_accuracy")]
+    chosen = (accuracies or figures)[0]
+    changing = next((option for option in CHANGE_LOSS if option in space), None)
+    if chosen.endswith("_loss") and changing is not None:
+        raise ConfigError(
+            f"[tune] --param {changing} changes what {chosen} measures; give --metric, such as "
+            "--metrics mae --metric test_mae"
+        )
+    return chosen
+
+
+def _results(study: Any) -> dict[str, Any]:
+    """Returns the trials of a study that are under way or have ended, as JSON values."""
+    trials = [t for t in study.get_trials(deepcopy=False) if t.state.name != "WAITING"]
+    completed = any(t.state.name == "COMPLETE" for t in trials)
+    return {
+        "best_params": study.best_params if completed else None,
+        "best_value": study.best_value if completed else None,
+        "trials": [
             {
                 "number": t.number,
                 "state": t.state.name.lower(),
                 "value": t.value,
                 "params": t.params,
             }
-            for t in tuner.study.get_trials()
-        ]
-        best = {"best_params": tuner.best_params, "best_value": tuner.best_value}
-        outputs.write_json(json_file, "--json", {**best, "metric": metric, "trials": rows})
-    words = " ".join(f"--{name} {value}" for name, value in tuner.best_params.items())
-    outputs.say(f"best {metric} {tuner.best_value:.6g}: {words}")
+            for t in trials
+        ],
+    }
 
 
 def _parameter(tune: Any, text: str) -> tuple[str, Any]:

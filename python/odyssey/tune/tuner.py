@@ -28,7 +28,8 @@ from .. import comm as communication
 from ..base import expand_path, install_extra
 from ..callbacks import Callback, Context, Monitor
 from ..comm import base
-from ..errors import ConfigError, check_integer, counted, printable
+from ..errors import ConfigError, NumericsError, check_integer, counted, printable
+from ..metrics import direction_of
 from ..train import by_first
 
 try:
@@ -46,6 +47,7 @@ except ImportError as e:
 SAMPLERS = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
 DIRECTIONS = ("maximize", "minimize")
 JOB = "odyssey_job"  # attribute of a study: who works on it
+REASON = "odyssey_reason"  # attribute of a trial that failed: why
 POLL_S = 0.5  # between two looks of ranks that have no trial, while others have
 
 
@@ -114,7 +116,7 @@ class Trial:
 
 class Pruning(Monitor):
     def __init__(self, trial: Trial, monitor: str) -> None:
-        super().__init__(monitor)
+        super().__init__(monitor, mode="min")  # the study compares, so the mode has no effect
         self.trial = trial
 
     def on_epoch_end(self, context: Context) -> None:
@@ -139,8 +141,8 @@ class DistributedTuner:
             all there are.
         metric: name of the figure in what train_fn returns; not needed for a number, or a dict of
             one.
-        direction: "maximize" or "minimize". None: minimize where the metric's name has "loss" or
-            "error" in it.
+        direction: "maximize" or "minimize". None: what the metric's name says
+            (`odyssey.metrics.direction_of`), or maximize if `metric` is None.
         storage: where the study is kept: a file (*.db: SQLite, else Optuna's journal), or a URL as
             Optuna has them. None: in memory, or in a temporary file. A study that is there goes on.
         study_name: several studies may share a storage.
@@ -153,10 +155,12 @@ class DistributedTuner:
             "random" draws the same on any number of groups and over restarts, and so does "tpe"
             where one trial runs after the other; side by side it knows the trials that have ended,
             and these are a matter of time.
-        catch: exceptions of train_fn, raised on all ranks of a trial, that end the trial only.
+        catch: exceptions of train_fn, raised on all ranks of a trial, that end the trial only, in
+            addition to NumericsError. So a trial that diverges fails, and the search continues.
         verbose: rank 0 prints a line for each trial that has ended.
 
-    Raises ConfigError: an argument is not allowed, or there are fewer ranks than a trial needs.
+    Raises ConfigError: an argument is not allowed, `direction` is None and the metric's name is
+    unknown, or there are fewer ranks than a trial needs.
     """
 
     def __init__(
@@ -196,12 +200,10 @@ class DistributedTuner:
             )
         self.train_fn = train_fn
         self.metric = metric
-        self.catch = catch
+        self.catch = (NumericsError, *catch)
         self.verbose = verbose
         self.space = {name: _distribution(name, domain) for name, domain in search_space.items()}
-        self.direction = direction or (
-            "minimize" if metric is not None and _falls(metric) else "maximize"
-        )
+        self.direction = direction or _direction(metric)
         self.comm = world = communication.world() if comm is None else comm
         self.seed = check_integer("[tune] seed", seed, 0)
         self.ranks_per_trial = size = check_integer("[tune] ranks_per_trial", ranks_per_trial, 1)
@@ -242,8 +244,11 @@ class DistributedTuner:
         A study in a storage goes on: trials that have ended count, those that were under way are
         run again with their params. All ranks call it; one job at a time works on a study.
 
-        Raises ConfigError: num_samples is not allowed, the storage cannot be used, or train_fn
-        returned no figure.
+        If the search ends early, by an error or a request to stop, rank 0 prints the best of the
+        trials that have ended, and `best_params` and `best_value` are theirs.
+
+        Raises ConfigError: num_samples is not allowed, the storage cannot be used, train_fn
+        returned no figure, or all trials failed.
         """
         check_integer("[tune] num_samples", num_samples, 1)
         optuna.logging.set_verbosity(optuna.logging.WARNING)  # rank 0 speaks, in _tell
@@ -259,27 +264,41 @@ class DistributedTuner:
         job, place = _shared(world, lambda: self._begin(num_samples))
         if group.rank == 0 and self.study is None:
             self.study = self._open(place)
+        try:
+            self._run_trials(group, job, works=number < self.groups)
+        except BaseException:
+            if world.rank == 0:
+                self._keep_best()
+            raise
+        group.close()
+        self.best_value, self.best_params = _shared(world, self._best)
+        return self.best_params
+
+    def _run_trials(self, group: base.Communicator, job: str, works: bool) -> None:
+        """Claims trials and runs them, until all have ended. Collective over the group.
+
+        works: False for the group of ranks that are left over, which only waits.
+        """
         outside = getattr(base.here, "world", None)
-        while (
-            claimed := _shared(group, lambda: self._claim(job, number < self.groups))
-        ) is not None:
+        while (claimed := _shared(group, lambda: self._claim(job, works))) is not None:
             if claimed:
                 trial = Trial(group, self._trial, *claimed)
                 base.here.world = group
                 try:
-                    state, value = self._play(trial)
+                    outcome = self._play(trial)
                 finally:
                     base.here.world = outside
                 if group.rank == 0:
                     self._check_job(job)
+                    if outcome.reason:
+                        self._trial.set_user_attr(REASON, outcome.reason)
                     # SQLite locks no rows: two groups may have claimed this trial, and both have
                     # the same result
-                    self.study.tell(self._trial, value, state, skip_if_finished=True)
-            if world.rank == 0 and self.verbose:
+                    self.study.tell(
+                        self._trial, outcome.value, outcome.state, skip_if_finished=True
+                    )
+            if self.comm.rank == 0 and self.verbose:
                 self._tell()
-        group.close()
-        self.best_value, self.best_params = _shared(world, self._best)
-        return self.best_params
 
     # --- the study: on the first rank of each group ---
 
@@ -399,9 +418,37 @@ class DistributedTuner:
         return SAMPLERS.get(self._sampler, self._sampler)(seed=seed)
 
     def _best(self) -> tuple[float, dict[str, Any]]:
-        if not self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
-            raise ConfigError("[tune] no trial was completed, so there is no best one")
+        if not self._completed():
+            failed = self.study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
+            cause = ""
+            if failed:
+                reason = failed[-1].user_attrs.get(REASON, "failed")
+                cause = f" (trial {failed[-1].number}: {printable(reason, limit=200)})"
+            raise ConfigError(
+                f"[tune] no trial was completed, so there is no best one{cause}; search among "
+                "other values"
+            )
         return self.study.best_value, self.study.best_params
+
+    def _completed(self) -> list[optuna.trial.FrozenTrial]:
+        """Returns the trials that have a figure."""
+        return self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+
+    def _keep_best(self) -> None:
+        """Prints and keeps the best of the trials that have ended, for a search that ends early."""
+        if self.verbose:
+            self._tell()
+        completed = self._completed()
+        if not completed:
+            return
+        self.best_value, self.best_params = self.study.best_value, self.study.best_params
+        if self.verbose:
+            trials = "1 trial" if len(completed) == 1 else f"{len(completed)} trials"
+            _say(
+                f"the search ends early, after {trials}: the best is trial "
+                f"{self.study.best_trial.number}, {self.metric or 'value'} {self.best_value:.6g}  "
+                f"{_spell(self.best_params)}"
+            )
 
     def _tell(self) -> None:
         """A line for each trial that has ended since it was asked for the last time."""
@@ -409,36 +456,34 @@ class DistributedTuner:
             if not trial.state.is_finished() or trial.number in self._reported_trials:
                 continue
             self._reported_trials.add(trial.number)
-            params = (
-                f"{k} {v:.6g}" if isinstance(v, float) else f"{k} {v}"
-                for k, v in trial.params.items()
-            )
-            value = trial.value
-            state = trial.state.name.lower()
-            figure = state if value is None else f"{self.metric or 'value'} {value:.6g}"
-            _say(f"trial {trial.number}: {figure}  {'  '.join(params)}")
+            if trial.state == TrialState.FAIL:
+                figure = "failed"
+            elif trial.value is None:
+                figure = trial.state.name.lower()
+            else:
+                figure = f"{self.metric or 'value'} {trial.value:.6g}"
+            reason = trial.user_attrs.get(REASON)
+            cause = f"  ({printable(reason, limit=400)})" if reason else ""
+            _say(f"trial {trial.number}: {figure}  {_spell(trial.params)}{cause}")
 
     # --- a trial ---
 
-    def _play(self, trial: Trial) -> tuple[TrialState, float | None]:
-        """Calls train_fn; how the trial ended, and its figure."""
+    def _play(self, trial: Trial) -> _Outcome:
+        """Calls train_fn, and returns how the trial ended."""
         try:
             takes = inspect.signature(self.train_fn).parameters
             arguments = (trial.params, trial) if len(takes) > 1 else (trial.params,)
             result = self.train_fn(*arguments)
         except optuna.TrialPruned:
-            return TrialState.PRUNED, None
-        except self.catch as e:
-            if trial.comm.rank == 0:
-                _say(
-                    f"trial {trial.number} failed: {type(e).__name__}: "
-                    f"{printable(str(e), limit=200)}"
-                )
-            return TrialState.FAIL, None
+            return _Outcome(TrialState.PRUNED)
+        except self.catch as problem:
+            return _Outcome(TrialState.FAIL, reason=f"{type(problem).__name__}: {problem}")
         if trial.pruned or result is None:
-            return TrialState.PRUNED, None
+            return _Outcome(TrialState.PRUNED)
         value = self._figure(result)
-        return (TrialState.COMPLETE, value) if math.isfinite(value) else (TrialState.FAIL, None)
+        if not math.isfinite(value):
+            return _Outcome(TrialState.FAIL, reason=f"{self.metric or 'the value'} is {value}")
+        return _Outcome(TrialState.COMPLETE, value)
 
     def _figure(self, result: Any) -> float:
         """The number to judge by in what train_fn returned."""
@@ -446,7 +491,11 @@ class DistributedTuner:
             result = result.records[-1] if result.records else {}
         if isinstance(result, Mapping):
             name = self.metric or (next(iter(result)) if len(result) == 1 else None)
-            if name is None or name not in result or (self.metric is None and _falls(name)):
+            if (
+                name is None
+                or name not in result
+                or (self.metric is None and direction_of(name) not in (None, self.direction))
+            ):
                 names = ", ".join(map(repr, result)) or "nothing"
                 raise ConfigError(
                     f"[tune] train_fn returned {names}; say with metric= which of them is to "
@@ -465,6 +514,14 @@ class DistributedTuner:
                 f"[tune] train_fn returned a {type(result).__name__}; return a number, a dict of "
                 "them, or a history"
             ) from None
+
+
+class _Outcome(NamedTuple):
+    """How a trial ended: its state, its figure if it was completed, and why it failed."""
+
+    state: TrialState
+    value: float | None = None
+    reason: str = ""
 
 
 class Analysis(NamedTuple):
@@ -487,9 +544,28 @@ def run(
     return Analysis(tuner.tune(num_samples), tuner.best_value)
 
 
-def _falls(name: str) -> bool:
-    """Returns whether less of a figure is better, by its name."""
-    return any(word in name.lower() for word in ("loss", "error"))
+def _direction(metric: str | None) -> str:
+    """Returns the direction of a search by the name of its metric.
+
+    Raises ConfigError if the name doesn't say whether less or more is better.
+    """
+    if metric is None:
+        return "maximize"
+    direction = direction_of(metric)
+    if direction is None:
+        raise ConfigError(
+            f"[tune] less or more of {metric!r} may be better; give direction='minimize' or "
+            "'maximize' (--direction)"
+        )
+    return direction
+
+
+def _spell(params: Mapping[str, Any]) -> str:
+    """Returns the params of a trial as a line shows them."""
+    return "  ".join(
+        f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in params.items()
+    )
 
 
 def _say(line: str) -> None:
