@@ -101,6 +101,52 @@ def test_what_is_wrong_is_named(tmp_path, text, how, message):
         data.csv(written(tmp_path, text), **how)
 
 
+def test_all_columns_that_do_not_fit_are_named(tmp_path):
+    rows = [f"{i},2021-03-{i % 28 + 1:02} 10:{i % 60:02}:{i // 60:02},note {i},{i}" for i in range(300)]
+    rows[4] = "4,,note 4,"
+    path = written(tmp_path, "\n".join(["y,date,comment,age", *rows]))
+    with pytest.raises(DataError) as error:
+        data.csv(path, "y", classes=False)
+    message = str(error.value)
+    assert "3 columns do not fit: date (299 dates, such as 2021-03-01 10:00:00); " in message
+    assert "comment (300 different texts); age (line 6: '' is no finite number)" in message
+    assert "--drop-columns date,comment,age" in message and "\n" not in message
+    with pytest.raises(DataError, match="column date: 299 dates, .* columns of numbers instead"):
+        data.csv(path, "y", classes=False, drop_columns=["comment"], fill="mean")
+    fits = data.csv(path, "y", classes=False, drop_columns=["date", "comment"], fill="mean")
+    assert fits.sample_shape == (1,)
+
+
+def test_all_columns_of_a_later_table_that_do_not_fit_are_named(tmp_path):
+    train = data.csv(written(tmp_path, TRAIN), drop_columns=["id", "rooms"])
+    other = written(tmp_path, "area,city,price\n50,Rome,1\nx,Paris,1\n", "other.csv")
+    with pytest.raises(
+        DataError, match=r"area \(line 3: 'x' is no finite number\); city \(line 2: 'Rome' is unk"
+    ):
+        data.csv(other, like=train)
+
+
+@pytest.mark.parametrize("missing", ["", "NaN"])
+def test_a_missing_class_is_named(tmp_path, missing):
+    path = written(tmp_path, f"a,kind\n1,red\n2,{missing}\n3,blue\n")
+    with pytest.raises(DataError, match=r"line 3, column kind: missing class; write one, such as"):
+        data.csv(path)
+
+
+def test_classes_that_are_words_in_two_tables_are_named(tmp_path):
+    for name in ("train", "test"):
+        written(tmp_path, "a,kind\n1,red\n3,blue\n", f"{name}.csv")
+    with pytest.raises(DataError, match="kind: classes that are words, such as red, in tables for"):
+        data.opened("csv", tmp_path, train=True)
+
+
+def test_many_classes_that_may_be_numbers_are_told(tmp_path):
+    path = written(tmp_path, "a,y\n" + "".join(f"1,{1000 + i}\n" for i in range(5)))
+    assert notes(data.csv(path)) == [
+        "the target has whole numbers, and becomes 1,005 classes; if it is a number, give --loss mse"
+    ]
+
+
 def test_a_text_that_the_training_did_not_have_is_refused(tmp_path):
     train = data.csv(written(tmp_path, TRAIN), drop_columns=["id", "rooms"])
     other = written(tmp_path, "area,city,price\n50,Paris,1\n50,Rome,1\n", "other.csv")

@@ -25,6 +25,38 @@ from odyssey.errors import ConfigError, DataError, printable
 MISSING = ("", "na", "n/a", "nan", "null")  # fields, in lower case, that mean a missing number
 MAX_CATEGORIES = 256  # of a column of texts
 LARGE = 100.0  # columns with larger numbers cause a warning
+MANY_CLASSES = 100  # more classes that are whole numbers cause a note: they may be numbers
+_DATE = re.compile(r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}\b.*|\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4}\b.*")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fault:
+    """What is wrong with a column.
+
+    Attributes:
+        name: the column.
+        message: the error, if this column is the only one.
+        brief: a few words for a list of several columns.
+    """
+
+    name: str
+    message: str
+    brief: str
+
+
+def _raise_faults(table: Table, faults: Sequence[_Fault]) -> None:
+    """Raises DataError, which names all columns that don't fit; returns if there are none."""
+    if not faults:
+        return
+    if len(faults) == 1:
+        raise DataError(faults[0].message)
+    listed = "; ".join(f"{fault.name} ({fault.brief})" for fault in faults)
+    names = shlex.quote(",".join(fault.name for fault in faults))
+    raise DataError(
+        f"{table.path}: {len(faults)} columns do not fit: {listed}. Fill missing numbers and texts "
+        f"(--fill mean, fill='mean'), correct the others, or leave columns out (--drop-columns "
+        f"{names}, drop_columns=)"
+    )
 
 
 class Table:
@@ -57,6 +89,7 @@ class Table:
                 f"{self.path} cannot be read as a table ({reason}); give a CSV file in UTF-8"
             ) from None
         header = self.header
+        self._parsed: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         if not self.lines:
             raise DataError(
                 f"{self.path} has no lines of numbers below a line with the names of columns"
@@ -101,27 +134,47 @@ class Table:
         Raises:
             DataError: there is no such column, or a field is not a finite number.
         """
+        if fault := self.fault_of_numbers(name, fill, target):
+            raise DataError(fault.message)
+        values, missing = self.parsed(name)
+        return values.copy() if fill is None else np.where(missing, fill, values)
+
+    def parsed(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the numbers of a column (N,), NaN for fields that are no number, and which of
+        the fields are missing.
+        """
+        if name not in self._parsed:
+            fields = self.column(name)
+            # np.array converts None, a field that is not a number, to NaN.
+            values = np.array([_parse_number(field) for field in fields], np.float64)
+            missing = np.array([field.lower() in MISSING for field in fields])
+            self._parsed[name] = values, missing
+        return self._parsed[name]
+
+    def fault_of_numbers(
+        self, name: str, fill: float | None = None, target: bool = False
+    ) -> _Fault | None:
+        """Returns what keeps a column from being numbers; arguments as those of `numbers`."""
+        values, missing = self.parsed(name)
+        is_wrong = ~np.isfinite(values) if fill is None else ~(np.isfinite(values) | missing)
+        wrong_rows = np.flatnonzero(is_wrong)
+        if not wrong_rows.size:
+            return None
         fields = self.column(name)
-        # np.array converts None, a field that is not a number, to NaN.
-        values = np.array([_parse_number(field) for field in fields], np.float64)
-        missing = np.array([field.lower() in MISSING for field in fields])
-        if fill is not None:
-            values[missing] = fill
-        wrong_rows = np.flatnonzero(~np.isfinite(values))
-        if wrong_rows.size:
-            # The message names an empty field, if there is one: users recognize it at once.
-            row = int(next((i for i in wrong_rows if not fields[i]), wrong_rows[0]))
-            fault = f"{self.place(row, name)}: {fields[row]!r} is no finite number"
-            if target:
-                raise DataError(f"{fault}; write it as a number, or leave the line out")
-            advice = (
+        # The message names an empty field, if there is one: users recognize it at once.
+        row = int(next((i for i in wrong_rows if not fields[i]), wrong_rows[0]))
+        fault = f"{fields[row]!r} is no finite number"
+        brief = f"line {self.lines[row][0]}: {fault}"
+        if target:
+            advice = "write it as a number, or leave the line out"
+        else:
+            repair = (
                 "fill it (--fill mean, fill='mean')" if missing[row] else "write it as a number"
             )
-            raise DataError(
-                f"{fault}; {advice}, or leave line or column out (--drop-columns "
-                f"{shlex.quote(name)})"
+            advice = (
+                f"{repair}, or leave line or column out (--drop-columns {shlex.quote(name)})"
             )
-        return values
+        return _Fault(name, f"{self.place(row, name)}: {fault}; {advice}", brief)
 
 
 def _parse_csv(file: TextIO) -> tuple[list[str], list[tuple[int, list[str]]]]:
@@ -158,6 +211,11 @@ def _is_text(fields: Sequence[str]) -> bool:
     return bool(filled_fields) and all(
         _parse_number(field.replace(",", "")) is None for field in filled_fields
     )
+
+
+def _are_dates(fields: Sequence[str]) -> bool:
+    """Tells whether all fields look like dates, such as 2021-03-04 or 4.3.2021 12:30."""
+    return all(_DATE.fullmatch(field) for field in fields if field)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,44 +261,85 @@ class Columns:
 
         Raises:
             ConfigError: `fill` is neither "mean" nor a finite number.
-            DataError: a column has too many categories, a field that is not a number, or no number.
+            DataError: columns have too many categories, a field that is not a number, or no number.
+                The message names all of them.
         """
         fill_number = None if fill in (None, "mean") else _parse_number(str(fill))
         if fill not in (None, "mean") and (fill_number is None or not math.isfinite(fill_number)):
             raise ConfigError(f"[data] fill is {fill!r}; give 'mean' or a finite number")
-        learnt_columns = cls(tuple(names), categories={}, fill={}, mean={}, std={})
+        columns = cls(tuple(names), categories={}, fill={}, mean={}, std={})
+        faults = []
         for name in names:
-            fields = table.column(name)
-            if _is_text(fields):
-                categories = sorted({field for field in fields if field})
-                learnt_columns.categories[name] = categories
-                if len(categories) > MAX_CATEGORIES:
-                    count = f"{len(categories):,} different texts"
-                    raise DataError(
-                        f"{table.path}, column {name}: {count}, and at most {MAX_CATEGORIES} "
-                        "become categories; leave the column out (--drop-columns "
-                        f"{shlex.quote(name)}, drop_columns=)"
-                    )
-                if fill is not None:
-                    learnt_columns.fill[name] = 0.0
-                continue
-            if fill is not None:
-                values = np.array([_parse_number(field) for field in fields], np.float64)[training]
-                finite_values = values[np.isfinite(values)]
-                if fill_number is None and not finite_values.size:
-                    raise DataError(
-                        f"{table.path}, column {name} has no number to fill with; leave the "
-                        "column out"
-                    )
-                learnt_columns.fill[name] = (
-                    float(finite_values.mean()) if fill_number is None else fill_number
-                )
-            if normalize:
-                values = table.numbers(name, learnt_columns.fill.get(name))[training]
-                learnt_columns.mean[name] = float(values.mean())
+            if _is_text(table.column(name)):
+                fault = columns._learn_texts(table, name, is_filled=fill is not None)
+            elif fill is not None and fill_number is None:
+                fault = columns._learn_fill(table, name, training)
+            else:
+                fault = None
+                if fill_number is not None:
+                    columns.fill[name] = fill_number
+            fault = fault or columns.fault(table, name)
+            if fault is not None:
+                faults.append(fault)
+            elif normalize and name not in columns.categories:
+                values = table.numbers(name, columns.fill.get(name))[training]
+                columns.mean[name] = float(values.mean())
                 # A constant column has the deviation 0. It becomes 0, instead of a division by 0.
-                learnt_columns.std[name] = float(values.std()) or 1.0
-        return learnt_columns
+                columns.std[name] = float(values.std()) or 1.0
+        _raise_faults(table, faults)
+        return columns
+
+    def _learn_texts(self, table: Table, name: str, is_filled: bool) -> _Fault | None:
+        """Learns the categories of a column of texts. Returns what is wrong with it, or None."""
+        fields = table.column(name)
+        categories = sorted({field for field in fields if field})
+        self.categories[name] = categories  # type: ignore[index]
+        if is_filled:
+            self.fill[name] = 0.0  # type: ignore[index]
+        if len(categories) <= MAX_CATEGORIES:
+            return None
+        count = f"{len(categories):,} different texts"
+        advice = "leave the column out"
+        if _are_dates(fields):
+            count = f"{len(categories):,} dates, such as {categories[0]}"
+            advice = "write columns of numbers instead, such as year, month and days, or leave it out"
+        reason = f"{count}, and at most {MAX_CATEGORIES} texts become categories"
+        message = (
+            f"{table.path}, column {name}: {reason}; {advice} (--drop-columns "
+            f"{shlex.quote(name)}, drop_columns=)"
+        )
+        return _Fault(name, message, count)
+
+    def _learn_fill(self, table: Table, name: str, training: Any) -> _Fault | None:
+        """Learns the mean of a column of numbers. Returns what is wrong with it, or None."""
+        values, _ = table.parsed(name)
+        training_values = values[training]
+        finite_values = training_values[np.isfinite(training_values)]
+        if not finite_values.size:
+            reason = "no number to fill with"
+            message = f"{table.path}, column {name} has {reason}; leave the column out"
+            return _Fault(name, message, reason)
+        self.fill[name] = float(finite_values.mean())  # type: ignore[index]
+        return None
+
+    def fault(self, table: Table, name: str) -> _Fault | None:
+        """Returns what keeps a column of a table from being converted by these rules, or None."""
+        if name not in self.categories:
+            return table.fault_of_numbers(name, self.fill.get(name))
+        categories = set(self.categories[name])
+        missing_is_allowed = name in self.fill
+        for row, field in enumerate(table.column(name)):
+            if field in categories or (not field and missing_is_allowed):
+                continue
+            first = self.categories[name][:8]
+            examples = ", ".join(first) + ", ..." * (len(categories) > 8)
+            reason = f"{field!r} is unknown" if field else "a text is missing"
+            message = (
+                f"{table.place(row, name)}: {reason}; the training had {examples}; correct "
+                "it, leave the line out, or train with it"
+            )
+            return _Fault(name, message, f"line {table.lines[row][0]}: {reason}")
+        return None
 
     @property
     def saved(self) -> dict[str, Any]:
@@ -284,30 +383,18 @@ class Columns:
         """Converts the rows of a table to samples (N, F) float32.
 
         Raises DataError if a column is missing, a field is not a number, or a text is not one of
-        the categories.
+        the categories. The message names all such columns.
         """
+        faults = [fault for name in self.names if (fault := self.fault(table, name)) is not None]
+        _raise_faults(table, faults)
         parts: list[np.ndarray] = []
         for name in self.names:
             if name not in self.categories:
                 values = table.numbers(name, self.fill.get(name))
                 parts.append((values - self.mean.get(name, 0.0)) / self.std.get(name, 1.0))
                 continue
-            fields = table.column(name)
-            categories = self.categories[name]
-            missing_is_allowed = name in self.fill
-            for row, field in enumerate(fields):
-                if field in categories or (not field and missing_is_allowed):
-                    continue
-                examples = ", ".join(categories[:8]) + ", ..." * (len(categories) > 8)
-                fault = f"{field!r} is unknown" if field else "a text is missing"
-                raise DataError(
-                    f"{table.place(row, name)}: {fault}; the training had {examples}; correct "
-                    "it, leave the line out, or train with it"
-                )
-            parts += [
-                np.array([field == category for field in fields], np.float64)
-                for category in categories
-            ]
+            fields = np.array(table.column(name))
+            parts += [(fields == category).astype(np.float64) for category in self.categories[name]]
         with np.errstate(over="ignore"):  # becomes infinity, which a data set refuses
             return np.stack(parts, axis=1).astype(np.float32)
 
@@ -389,16 +476,39 @@ def csv(
         class_names, labels = np.unique(first_target_fields, return_inverse=True)
         dataset = arrays(samples, labels, classes=len(class_names), name=file_name)
     else:
+        if classes:
+            _check_target(table, target_names[0], words)
         targets = table.numbers(target_names[0], target=True)[:, None]
         dataset = arrays(samples, targets, name=file_name)
     return dataclasses.replace(dataset, columns=columns, class_names=tuple(map(str, class_names)))
 
 
+def _check_target(table: Table, name: str, words: bool) -> None:
+    """Raises DataError if a target looks like classes that are words, and can't be that."""
+    fields = table.column(name)
+    missing_rows = [row for row, field in enumerate(fields) if field.lower() in MISSING]
+    texts = [field for field in fields if field.lower() not in MISSING]
+    if not texts or any(_parse_number(field) is not None for field in texts):
+        return
+    if missing_rows:
+        row = missing_rows[0]
+        raise DataError(
+            f"{table.place(row, name)}: missing class; write one, such as {texts[0]}, or leave the "
+            "line out"
+        )
+    if not words:
+        raise DataError(
+            f"{table.path}, column {name}: classes that are words, such as {texts[0]}, in tables "
+            "for training and test; give one table, of which a tenth is for the test, or write "
+            "classes as whole numbers from 0"
+        )
+
+
 def notes(data: Any) -> list[str]:
     """Returns notes for the user on the columns of a table, a line each.
 
-    They list the columns of text, and warn of columns with large numbers. Other data sets have no
-    notes.
+    They list the columns of text, and warn of columns with large numbers and of targets that may
+    be numbers and no classes. Other data sets have no notes.
     """
     columns = getattr(data, "columns", None)
     if not isinstance(columns, Columns):
@@ -408,6 +518,12 @@ def notes(data: Any) -> list[str]:
         f"{', '.join(categories[:4])}{', ...' * (len(categories) > 4)}"
         for name, categories in columns.categories.items()
     ]
+    classes = data.classes or 0
+    if classes > MANY_CLASSES and not data.class_names:
+        lines.append(
+            f"the target has whole numbers, and becomes {classes:,} classes; if it is a number, "
+            "give --loss mse"
+        )
     # The root mean square of each number of a sample.
     sizes = np.sqrt(np.mean(np.square(data.images, dtype=np.float64), axis=0))
     largest = int(np.argmax(sizes))

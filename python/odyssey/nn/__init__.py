@@ -4,7 +4,7 @@ A model is a `Module` with `forward`; nobody writes a backward pass.
 """
 
 from ..core import functional
-from . import init, layers, losses, models, settings, utils
+from . import init, layers, losses, models, settings, targets, utils
 from .checkpoint import Checkpoint, checkpoint
 from .gpt import GPT
 from .layers import *  # noqa: F403
@@ -21,6 +21,7 @@ from .module import (
     manual_seed,
 )
 from .pipeline import PipelineParallel, Stage
+from .targets import *  # noqa: F403
 
 __all__ = [
     "Checkpoint",
@@ -48,6 +49,7 @@ __all__ = [
 ]
 __all__ += layers.__all__
 __all__ += losses.__all__
+__all__ += targets.__all__
 __all__ += functional.ACTIVATIONS
 
 

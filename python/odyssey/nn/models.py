@@ -1,13 +1,14 @@
 """The models that `odyssey train --model` knows.
 
-Each has `loss`, its training loss; samples are (C, H, W).
+Each has `loss`, its training loss; samples are (C, H, W). `target_scale` are the arguments of a
+`TargetScale`, the last layer of a network that learns numbers; None: the network learns classes.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..core import functional as F
@@ -17,8 +18,10 @@ from .gpt import GPT, gpt, gpt_mini
 from .layers import AdaptiveAvgPool2d, BatchNorm2d, Conv2d, Dropout, Identity, Linear, MaxPool2d
 from .losses import CrossEntropyLoss, NLLLoss
 from .module import Module, Sequential, manual_seed
+from .targets import TargetScale
 
 Shape = tuple[int, int, int]
+Scale = Sequence[Any]
 
 
 class LeNet5(Module):
@@ -28,7 +31,12 @@ class LeNet5(Module):
     A 28 x 28 image is padded to 32 x 32; larger ones are taken as they are.
     """
 
-    def __init__(self, sample_shape: Shape = (1, 28, 28), classes: int = 10) -> None:
+    def __init__(
+        self,
+        sample_shape: Shape = (1, 28, 28),
+        classes: int = 10,
+        target_scale: Scale | None = None,
+    ) -> None:
         super().__init__()
         c, h, w = sample_shape
         padding = 2 if min(h, w) < 32 else 0
@@ -39,19 +47,20 @@ class LeNet5(Module):
         self.fc2 = Linear(120, 84)
         self.fc3 = Linear(84, classes)
         self.loss = CrossEntropyLoss()
+        self.target_scale = _scale_layer(target_scale)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.max_pool2d(F.relu(self.conv1(x)), 2)
         x = F.max_pool2d(F.relu(self.conv2(x)), 2)
         x = F.relu(self.fc1(F.flatten(x)))
-        return self.fc3(F.relu(self.fc2(x)))
+        return self.target_scale(self.fc3(F.relu(self.fc2(x))))
 
 
 class MLP(Module):
     """784-512-10 with ReLU; the input size follows the samples, images or rows of numbers (F,).
 
     targets: mean and standard deviation of numbers that are learnt; outputs begin with the one and
-    vary by the other.
+    vary by the other. `odyssey train` uses `target_scale` instead.
     """
 
     def __init__(
@@ -60,6 +69,7 @@ class MLP(Module):
         classes: int = 10,
         hidden: int = 512,
         targets: tuple[float, float] | None = None,
+        target_scale: Scale | None = None,
     ) -> None:
         super().__init__()
         self.targets = targets
@@ -68,10 +78,11 @@ class MLP(Module):
         if targets is not None:
             self.fc2.bias.data[...] = targets[0] / targets[1]
         self.loss = CrossEntropyLoss()
+        self.target_scale = _scale_layer(target_scale)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.fc2(F.relu(self.fc1(F.flatten(x))))
-        return y if self.targets is None else y * self.targets[1]
+        return self.target_scale(y if self.targets is None else y * self.targets[1])
 
 
 class ConvNet(Module):
@@ -79,7 +90,12 @@ class ConvNet(Module):
     NLLLoss.
     """
 
-    def __init__(self, sample_shape: Shape = (1, 28, 28), classes: int = 10) -> None:
+    def __init__(
+        self,
+        sample_shape: Shape = (1, 28, 28),
+        classes: int = 10,
+        target_scale: Scale | None = None,
+    ) -> None:
         super().__init__()
         c, h, w = sample_shape
         self.conv1 = Conv2d(c, 32, 3)
@@ -89,12 +105,16 @@ class ConvNet(Module):
         self.dropout2 = Dropout(0.5)
         self.fc2 = Linear(128, classes)
         self.loss = NLLLoss()
+        self.target_scale = _scale_layer(target_scale)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.conv2(F.relu(self.conv1(x))))
         x = F.flatten(self.dropout1(F.max_pool2d(x, 2)))
         x = self.dropout2(F.relu(self.fc1(x)))
-        return F.log_softmax(self.fc2(x))
+        y = self.fc2(x)
+        if isinstance(self.target_scale, TargetScale):
+            return self.target_scale(y)
+        return F.log_softmax(y)
 
 
 class BasicBlock(Module):
@@ -125,7 +145,12 @@ class ResNet18(Module):
     ImageNet's; smaller ones with a 3 x 3 convolution of stride 1, as is usual for CIFAR-10.
     """
 
-    def __init__(self, sample_shape: Shape = (3, 32, 32), classes: int = 10) -> None:
+    def __init__(
+        self,
+        sample_shape: Shape = (3, 32, 32),
+        classes: int = 10,
+        target_scale: Scale | None = None,
+    ) -> None:
         super().__init__()
         channels = sample_shape[0]
         large = min(sample_shape[1:]) >= 64
@@ -144,11 +169,17 @@ class ResNet18(Module):
         self.avgpool = AdaptiveAvgPool2d(1)
         self.fc = Linear(512, classes)
         self.loss = CrossEntropyLoss()
+        self.target_scale = _scale_layer(target_scale)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.maxpool(F.relu(self.bn1(self.conv1(x))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
-        return self.fc(F.flatten(self.avgpool(x)))
+        return self.target_scale(self.fc(F.flatten(self.avgpool(x))))
+
+
+def _scale_layer(target_scale: Scale | None) -> Module:
+    """Returns the last layer of a network for the arguments of a `TargetScale`."""
+    return Identity() if target_scale is None else TargetScale(*target_scale)
 
 
 MODELS: dict[str, Callable[..., Module]] = {
