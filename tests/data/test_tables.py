@@ -133,11 +133,22 @@ def test_a_missing_class_is_named(tmp_path, missing):
         data.csv(path)
 
 
-def test_classes_that_are_words_in_two_tables_are_named(tmp_path):
-    for name in ("train", "test"):
-        written(tmp_path, "a,kind\n1,red\n3,blue\n", f"{name}.csv")
-    with pytest.raises(DataError, match="kind: classes that are words, such as red, in tables for"):
-        data.opened("csv", tmp_path, train=True)
+def test_the_training_part_says_what_the_target_is(tmp_path):
+    written(tmp_path, "a,kind\n1,red\n3,blue\n4,green\n", "train.csv")
+    test = written(tmp_path, "a,kind\n1,red\n3,green\n", "test.csv")
+    parts = [data.opened("csv", tmp_path, train=train) for train in (True, False)]
+    assert parts[0].labels.tolist() == [2, 0, 1] and parts[1].labels.tolist() == [2, 1]
+    assert parts[0].class_names == parts[1].class_names == ("blue", "green", "red")
+    test.write_text("a,kind\n1,red\n3,black\n")
+    with pytest.raises(DataError, match="line 3, column kind: class 'black' is unknown; .* blue, "):
+        data.opened("csv", tmp_path, train=False)
+    # Whole numbers in the test part are numbers, if those of the training part are.
+    written(tmp_path, "a,y\n1,0.5\n3,2\n", "train.csv")
+    written(tmp_path, "a,y\n1,3\n3,2\n", "test.csv")
+    assert data.opened("csv", tmp_path, train=False).labels.tolist() == [[3.0], [2.0]]
+    written(tmp_path, "a,y\n1,3\n3,2\n", "train.csv")
+    written(tmp_path, "a,y\n1,1\n3,2\n", "test.csv")
+    assert data.opened("csv", tmp_path, train=False).classes == 4
 
 
 def test_many_classes_that_may_be_numbers_are_told(tmp_path):

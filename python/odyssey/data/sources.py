@@ -753,7 +753,7 @@ def _open_table(
         options: the arguments of `csv` for the training part.
     """
     if learn_from is not None and like is None:
-        like = csv(learn_from, target, words=False, **options).columns
+        like = csv(learn_from, target, **options).columns
     if like is not None:
         options = {"like": like}
     table = Table(path)
@@ -761,7 +761,7 @@ def _open_table(
     training_rows: Any = slice(None)
     if needs_split:
         training_rows, _ = _split_numbers(len(table.lines))
-    return csv(table, target, words=needs_split, training=training_rows, **options)
+    return csv(table, target, training=training_rows, **options)
 
 
 def _adapt_npz(dataset: ArrayDataset) -> ArrayDataset:

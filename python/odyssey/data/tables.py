@@ -232,6 +232,8 @@ class Columns:
             is allowed, and all its numbers are 0.
         mean: the mean of a column of numbers that is normalised to (number - mean) / std.
         std: see `mean`.
+        classes: what the target is: names of classes, a number of classes that are whole numbers,
+            0 for numbers, None if it isn't known.
     """
 
     names: tuple[str, ...]
@@ -239,6 +241,7 @@ class Columns:
     fill: Mapping[str, float] = dataclasses.field(default_factory=dict)
     mean: Mapping[str, float] = dataclasses.field(default_factory=dict)
     std: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    classes: Sequence[str] | int | None = None
 
     @classmethod
     def learnt(
@@ -302,7 +305,7 @@ class Columns:
         advice = "leave the column out"
         if _are_dates(fields):
             count = f"{len(categories):,} dates, such as {categories[0]}"
-            advice = "write columns of numbers instead, such as year, month and days, or leave it out"
+            advice = "write columns of numbers instead, such as year and month, or leave it out"
         reason = f"{count}, and at most {MAX_CATEGORIES} texts become categories"
         message = (
             f"{table.path}, column {name}: {reason}; {advice} (--drop-columns "
@@ -426,7 +429,8 @@ def csv(
         normalize: convert the numbers of a column to (number - mean) / standard deviation.
         drop_columns: names of columns to leave out.
         fill: replaces missing numbers: a number, or "mean" for the mean of the column.
-        like: the data set of the training part. Its columns, texts, means and deviations apply.
+        like: the data set of the training part. Its columns, texts, means, deviations and classes
+            apply.
         training: the rows that means and deviations depend on, numbers (n,) or a slice.
 
     Raises:
@@ -460,14 +464,23 @@ def csv(
             "[data] normalize, drop_columns and fill are those of like=; leave them out"
         )
     samples = columns.samples(table)
-    class_names = ()
+    class_names: Sequence[str] = ()
     file_name = Path(table.path).name
+    # What the training part has decided goes before what this table looks like.
+    if columns.classes is not None:
+        classes = bool(columns.classes)
+        words = not isinstance(columns.classes, int)
     if len(target_names) > 1:
         targets = np.stack([table.numbers(name, target=True) for name in target_names], axis=1)
         dataset = arrays(samples, targets, name=file_name)
+    elif classes and words and columns.classes:
+        class_names = columns.classes  # type: ignore[assignment]
+        labels = _class_numbers(table, target_names[0], class_names)
+        dataset = arrays(samples, labels, classes=len(class_names), name=file_name)
     elif classes and all(field.isdecimal() for field in first_target_fields):
         labels = np.array([int(field) for field in first_target_fields])
-        dataset = arrays(samples, labels, name=file_name)
+        count = columns.classes if isinstance(columns.classes, int) else None
+        dataset = arrays(samples, labels, classes=count, name=file_name)
     elif (
         classes
         and words
@@ -476,15 +489,31 @@ def csv(
         class_names, labels = np.unique(first_target_fields, return_inverse=True)
         dataset = arrays(samples, labels, classes=len(class_names), name=file_name)
     else:
-        if classes:
-            _check_target(table, target_names[0], words)
+        if classes and words:
+            _check_target(table, target_names[0])
         targets = table.numbers(target_names[0], target=True)[:, None]
         dataset = arrays(samples, targets, name=file_name)
-    return dataclasses.replace(dataset, columns=columns, class_names=tuple(map(str, class_names)))
+    class_names = tuple(map(str, class_names))
+    columns = dataclasses.replace(columns, classes=class_names or dataset.classes)
+    return dataclasses.replace(dataset, columns=columns, class_names=class_names)
 
 
-def _check_target(table: Table, name: str, words: bool) -> None:
-    """Raises DataError if a target looks like classes that are words, and can't be that."""
+def _class_numbers(table: Table, name: str, class_names: Sequence[str]) -> np.ndarray:
+    """Returns the classes of a target by their names, (N,). Raises DataError for another name."""
+    numbers = {class_name: number for number, class_name in enumerate(class_names)}
+    fields = table.column(name)
+    for row, field in enumerate(fields):
+        if field not in numbers:
+            examples = ", ".join(class_names[:8]) + ", ..." * (len(class_names) > 8)
+            raise DataError(
+                f"{table.place(row, name)}: class {field!r} is unknown; the training had "
+                f"{examples}; correct it, or leave the line out"
+            )
+    return np.array([numbers[field] for field in fields])
+
+
+def _check_target(table: Table, name: str) -> None:
+    """Raises DataError if a target has words, and a class is missing."""
     fields = table.column(name)
     missing_rows = [row for row, field in enumerate(fields) if field.lower() in MISSING]
     texts = [field for field in fields if field.lower() not in MISSING]
@@ -495,12 +524,6 @@ def _check_target(table: Table, name: str, words: bool) -> None:
         raise DataError(
             f"{table.place(row, name)}: missing class; write one, such as {texts[0]}, or leave the "
             "line out"
-        )
-    if not words:
-        raise DataError(
-            f"{table.path}, column {name}: classes that are words, such as {texts[0]}, in tables "
-            "for training and test; give one table, of which a tenth is for the test, or write "
-            "classes as whole numbers from 0"
         )
 
 
