@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from odyssey import __version__
-from odyssey.errors import ConfigError, counted
+from odyssey.errors import ConfigError, counted, printable
 
 from ..base import launcher as launchers
 from ..base import outputs, registry, runs, userfile
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ..train.trainer import DistributedTrainer
 
 TEST_BATCH_SIZE = 1024
+HEAVY_TAIL = 20.0  # standard deviations of the largest target from the mean that cause a note
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +62,18 @@ class Ranks:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingData:
-    """The data of a run. `test_loader` is None if the run does not evaluate."""
+    """The data of a run.
+
+    `test_loader` is None if the run does not evaluate. `target_scale` holds the arguments of a
+    `TargetScale`, or None if targets are classes. `notes` are lines for the user.
+    """
 
     train_set: Any
     train_loader: DataLoader
     test_loader: DataLoader | None
     steps_per_epoch: int
+    target_scale: tuple[list[float], list[float], bool] | None
+    notes: list[str]
 
 
 def run(
@@ -91,7 +98,7 @@ def run(
     ranks = check_ranks(settings, world)
     if ranks.is_first:
         prepare_outputs(settings, words)
-    data = load_data(settings)
+    data = load_data(settings, world)
     schedule = build_schedule(settings, data)
     model = build_model(settings, data)
     optimizer = build_optimizer(settings)
@@ -205,10 +212,15 @@ def prepare_outputs(settings: Settings, words: Sequence[str] | None) -> None:
 # --- data, model, optimizer ---------------------------------------------------------------------
 
 
-def load_data(settings: Settings) -> TrainingData:
-    """Opens the training set and, if the run evaluates, the test set."""
-    from ..data import DataLoader, opened
+def load_data(settings: Settings, world: Communicator) -> TrainingData:
+    """Opens the training set and, if the run evaluates, the test set. Collective.
 
+    Raises DataError if files don't fit, and ConfigError if a setting doesn't fit the targets.
+    """
+    from ..data import DataLoader, opened
+    from ..data.tables import notes
+
+    unreadable = find_unreadable(settings, world)
     train_set = opened(
         settings.dataset,
         settings.data_dir,
@@ -216,8 +228,10 @@ def load_data(settings: Settings) -> TrainingData:
         normalize=settings.normalize,
         drop_columns=settings.drop_columns,
         fill=settings.fill,
+        skip=unreadable,
         **sample_settings(settings),
     )
+    target_scale = measure_targets(settings, train_set)
     train_loader = DataLoader(
         train_set,
         batch_size=settings.global_batch_size // settings.accumulation_steps,
@@ -234,13 +248,108 @@ def load_data(settings: Settings) -> TrainingData:
             settings.data_dir,
             train=False,
             like=columns,
+            skip=unreadable,
             **sample_settings(settings),
         )
+        check_log_target(settings, test_set, "test")
         test_loader = DataLoader(
             test_set, batch_size=TEST_BATCH_SIZE, num_workers=settings.num_workers
         )
     steps_per_epoch = -(-len(train_loader) // settings.accumulation_steps)
-    return TrainingData(train_set, train_loader, test_loader, steps_per_epoch)
+    lines = [*notes(train_set), *target_notes(settings, train_set)]
+    if unreadable:
+        listed = ", ".join(printable(path) for path in unreadable)
+        lines.append(f"{len(unreadable):,} files are left out (--skip-unreadable): {listed}")
+    return TrainingData(
+        train_set, train_loader, test_loader, steps_per_epoch, target_scale, lines
+    )
+
+
+def find_unreadable(settings: Settings, world: Communicator) -> list[str]:
+    """Returns the image files that the run leaves out. Rank 0 reads them. Collective.
+
+    Raises DataError, which lists all files that cannot be read, without `--skip-unreadable`.
+    """
+    from ..data import sources
+    from ..train import resume
+
+    folder = settings.data_dir
+    if settings.dataset != "image-folder" or folder is None:
+        return []
+
+    def read() -> list[str]:
+        faults = sources.unreadable_images(folder, thorough=settings.skip_unreadable)
+        if not settings.skip_unreadable:
+            sources.refuse_images(faults)
+        return list(faults)
+
+    return list(resume.by_first(world, read))
+
+
+def measure_targets(
+    settings: Settings, train_set: Any
+) -> tuple[list[float], list[float], bool] | None:
+    """Returns mean and deviation of each number of a target, of log(1 + target) with
+    `--log-target`, and whether that is given. None if targets are classes.
+
+    Every rank measures the whole training part, so the numbers don't depend on ranks. Raises
+    ConfigError if a setting doesn't fit the targets.
+    """
+    import numpy as np
+
+    if train_set.classes:
+        if asks_for_numbers(settings):
+            given = option("log_target") if settings.log_target else option("loss", settings.loss)
+            raise ConfigError(
+                f"[train] {given} is for targets that are numbers, and --dataset "
+                f"{settings.dataset} has classes; remove it"
+            )
+        return None
+    if settings.class_weights is not None:
+        raise ConfigError(
+            f"[train] {option('class_weights', settings.class_weights)} is for classes, and "
+            "targets are numbers; remove it"
+        )
+    check_log_target(settings, train_set, "training")
+    targets = np.asarray(train_set.labels, np.float64)
+    if settings.log_target:
+        targets = np.log1p(targets)
+    rows = targets.reshape(len(targets), -1)
+    # A constant target has the deviation 0. It becomes 1, instead of a division by 0.
+    deviations = [float(deviation) or 1.0 for deviation in rows.std(0)]
+    return rows.mean(0).tolist(), deviations, settings.log_target
+
+
+def target_notes(settings: Settings, train_set: Any) -> list[str]:
+    """Returns a note if targets have a heavy tail, which other losses learn better."""
+    import numpy as np
+
+    if train_set.classes or settings.log_target or (settings.loss or "mse") != "mse":
+        return []
+    targets = np.asarray(train_set.labels, np.float64)
+    deviations = np.abs(targets - targets.mean(0)).max(0) / np.maximum(targets.std(0), 1e-300)
+    if deviations.max() < HEAVY_TAIL:
+        return []
+    remedy = "--log-target or --loss smooth_l1" if targets.min() >= 0 else "--loss smooth_l1"
+    return [
+        f"the largest target is {deviations.max():,.0f} standard deviations from the mean, and "
+        f"decides most of the loss; {remedy} may learn the rest better"
+    ]
+
+
+def check_log_target(settings: Settings, dataset: Any, part: str) -> None:
+    """Raises ConfigError if `--log-target` meets targets below 0."""
+    least = 0.0 if not settings.log_target or dataset.classes else float(dataset.labels.min())
+    if least < 0:
+        raise ConfigError(
+            f"[train] --log-target needs targets of at least 0, and the {part} part has "
+            f"{least:g}; remove it, or use --loss smooth_l1"
+        )
+
+
+def asks_for_numbers(settings: Settings) -> bool:
+    """Tells whether the settings say that targets are numbers, even if they are whole numbers."""
+    return settings.loss is not None or settings.log_target
 
 
 def sample_settings(settings: Settings) -> dict[str, Any]:
@@ -252,6 +361,7 @@ def sample_settings(settings: Settings) -> dict[str, Any]:
         "size": settings.image_size,
         "target": settings.target,
         "length": settings.sequence_length,
+        "numbers": asks_for_numbers(settings),
     }
 
 
@@ -282,12 +392,13 @@ def build_model(settings: Settings, data: TrainingData) -> Module:
 
     with offload(settings.offload):
         return nn.models.build(
-            settings.model, seed=settings.seed, **model_arguments(settings, data.train_set)
+            settings.model, seed=settings.seed, **model_arguments(settings, data)
         )
 
 
-def model_arguments(settings: Settings, train_set: Any) -> dict[str, Any]:
+def model_arguments(settings: Settings, data: TrainingData) -> dict[str, Any]:
     """Returns the arguments of the model's class that depend on the data set."""
+    train_set = data.train_set
     if is_language_model(settings):
         if not hasattr(train_set, "vocabulary"):
             raise ConfigError(
@@ -303,9 +414,8 @@ def model_arguments(settings: Settings, train_set: Any) -> dict[str, Any]:
         "sample_shape": train_set.sample_shape,
         "classes": output_count(settings, train_set),
     }
-    if settings.normalize and settings.model == "mlp" and not train_set.classes:
-        targets = train_set.labels.astype("float64")
-        arguments["targets"] = (float(targets.mean()), float(targets.std()) or 1.0)
+    if data.target_scale is not None:
+        arguments["target_scale"] = data.target_scale
     return arguments
 
 
@@ -328,6 +438,27 @@ def output_count(settings: Settings, train_set: Any) -> int:
             "of numbers"
         )
     return shape[1] if len(shape) == 2 else 1
+
+
+@on_all_ranks()
+def build_loss(settings: Settings, data: TrainingData) -> Module | None:
+    """Builds the loss that the settings and targets ask for, or None for the model's own loss."""
+    import numpy as np
+
+    from .. import nn
+
+    if data.target_scale is not None:
+        return nn.ScaledLoss(settings.loss or "mse", *data.target_scale)
+    if settings.class_weights is None:
+        return None
+    if is_language_model(settings):
+        raise ConfigError(
+            f"[train] {option('class_weights', settings.class_weights)} is not for text; remove it"
+        )
+    counts = np.bincount(data.train_set.labels, minlength=output_count(settings, data.train_set))
+    # A class without a sample in the training part counts like one with a sample.
+    weights = counts.sum() / (len(counts) * np.maximum(counts, 1))
+    return nn.CrossEntropyLoss(weight=weights.tolist())
 
 
 @on_all_ranks()
@@ -447,13 +578,12 @@ def build_trainer(
     progress: Progress | None,
 ) -> DistributedTrainer:
     """Builds the trainer. Collective."""
-    from .. import nn
     from ..train.trainer import DistributedTrainer
 
     trainer = DistributedTrainer(
         model=model,
         optimizer=optimizer,
-        loss=None if data.train_set.classes else nn.MSELoss(),
+        loss=build_loss(settings, data),
         metrics=metric_names(settings),
         schedule=schedule,
         mesh=ranks.mesh,
@@ -463,7 +593,8 @@ def build_trainer(
     )
     data_dir = None if settings.data_dir is None else os.path.abspath(settings.data_dir)
     trainer.data_source = {
-        "source": {"dataset": settings.dataset, "data_dir": data_dir, **sample_settings(settings)}
+        "source": {"dataset": settings.dataset, "data_dir": data_dir, **sample_settings(settings)},
+        "metrics": metric_names(settings),
     }
     return trainer
 
@@ -472,12 +603,10 @@ def print_start(
     settings: Settings, ranks: Ranks, data: TrainingData, trainer: DistributedTrainer, verbose: bool
 ) -> None:
     """Prints warnings and what is trained where, unless the user asked for silence."""
-    from ..data.tables import notes
-
     world = ranks.world
     lines: list[str] = []
     if not settings.no_progress:
-        lines += [*ranks.warnings, *notes(data.train_set)]
+        lines += [*ranks.warnings, *data.notes]
         if world.size > 1:
             lines.append(f"{world.size} ranks as {trainer.mesh}; {world.why}")
     if verbose:

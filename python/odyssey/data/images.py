@@ -37,6 +37,12 @@ _SIGNED = 2
 # The raw modes of PNG files with grey of 2 and 4 bits. Pillow multiplies their pixels, but not the
 # transparent grey, by these factors.
 _GREY_FACTORS = {"L;2": 85, "L;4": 17}
+# Marks at the end of complete files, by Pillow's names of formats, and how many bytes at the end
+# of a file are searched for them: some programs write more after the mark.
+_END_MARKS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
+_TAIL = 4096
+# Pillow's modes of pixels whose black and white are known. `_show` looks at others in detail.
+_SHOWN_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr")
 
 
 def read_image(path: str, size: tuple[int, int] | None = None, mode: str = "RGB") -> np.ndarray:
@@ -76,13 +82,55 @@ def read_image(path: str, size: tuple[int, int] | None = None, mode: str = "RGB"
         raise
     # For damaged files Pillow raises not only OSError, but also SyntaxError, struct.error and more.
     except Exception as problem:
-        raise DataError(
-            f"{printable(path)} cannot be read as an image ({problem}); replace it, or move it "
-            "elsewhere"
-        ) from None
+        raise _damage(path, problem) from None
     # Pillow returns (H, W) for grey images and (H, W, C) for the others.
     channels_last = pixels.reshape(*pixels.shape[:2], -1)
     return np.ascontiguousarray(channels_last.transpose(2, 0, 1))
+
+
+def fault_of_image(path: str, thorough: bool = False) -> str | None:
+    """Returns why an image file cannot be used, or None.
+
+    It reads the beginning and the end of the file: the header, and the mark that a complete file
+    has at its end. Where the mark is missing it reads all pixels, because some writers omit it.
+
+    Args:
+        path: the file.
+        thorough: read all pixels of each file, which finds damage in the middle too.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            mark = _END_MARKS.get(image.format or "")
+            is_judged_by_header = (
+                not thorough and image.mode in _SHOWN_MODES and "transparency" not in image.info
+            )
+            image_is_complete = mark is not None and mark in _last_bytes(path)
+        if not (is_judged_by_header and image_is_complete):
+            read_image(path)
+    except DataError as problem:
+        return str(problem)
+    # As in `read_image`.
+    except Exception as problem:
+        return str(_damage(path, problem))
+    return None
+
+
+def _last_bytes(path: str) -> bytes:
+    """Returns the last bytes of a file, in which formats have their mark."""
+    with open(path, "rb") as file:
+        file.seek(0, 2)
+        file.seek(max(0, file.tell() - _TAIL))
+        return file.read()
+
+
+def _damage(path: str, problem: Exception) -> DataError:
+    """Returns the error of an image file that Pillow cannot read."""
+    return DataError(
+        f"{printable(path)} cannot be read as an image ({problem}); replace it, or move it "
+        "elsewhere"
+    )
 
 
 def _orientation(image: Image) -> int:

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import math
 import os
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from odyssey.data.nested import leaves, mapped
 from odyssey.data.sampler import permutation
 from odyssey.data.tables import Columns, Table, csv
 from odyssey.data.vocabulary import Vocabulary
-from odyssey.errors import ConfigError, DataError, check_integer
+from odyssey.errors import ConfigError, DataError, check_integer, printable
 
 PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 LITTER = ("Thumbs.db", "desktop.ini")  # files that Windows writes into folders of images
@@ -54,6 +55,7 @@ class ImageFolder(Described):
             their excess is cut off at both ends. None requires that all have the size of the first.
         mean: a pixel p stands for (p / 255 - mean) / std. One number, or one per channel.
         std: see `mean`.
+        skip: paths of files to leave out, such as those that `unreadable()` returned.
 
     Attributes:
         classes: the names of the folders, sorted. A class is its index in them.
@@ -66,7 +68,13 @@ class ImageFolder(Described):
     """
 
     def __init__(
-        self, root: str | Path, size: Any = None, *, mean: Any = 0.5, std: Any = 0.5
+        self,
+        root: str | Path,
+        size: Any = None,
+        *,
+        mean: Any = 0.5,
+        std: Any = 0.5,
+        skip: Collection[str] = (),
     ) -> None:
         try:
             import PIL.Image  # noqa: F401
@@ -81,18 +89,21 @@ class ImageFolder(Described):
             folder.name for folder in root.iterdir() if folder.is_dir() and folder.name[0] != "."
         )
         self.files: list[tuple[str, int]] = []
+        skipped = set(skip)
+        others = []
         for class_number, name in enumerate(self.classes):
             paths = sorted(
                 path
                 for path in (root / name).iterdir()
-                if path.name[0] != "." and path.name not in LITTER
+                if path.name[0] != "." and path.name not in LITTER and str(path) not in skipped
             )
-            for path in paths:
-                if path.suffix.lower() not in PICTURES:
-                    raise DataError(f"{path} is no picture; move it elsewhere")
+            others += [str(path) for path in paths if path.suffix.lower() not in PICTURES]
             if not paths:
                 raise DataError(f"{root / name} is empty; move it elsewhere")
             self.files += [(str(path), class_number) for path in paths]
+        if others:
+            are = "is no picture; move it" if len(others) == 1 else "are no pictures; move them"
+            raise DataError(f"{_list_paths(others)} {are} elsewhere, or use skip=")
         if not self.files:
             raise DataError(f"{root} has no folders with pictures; a folder per class is expected")
         self.scale = 1 / (255 * np.asarray(std, np.float64))
@@ -130,6 +141,27 @@ class ImageFolder(Described):
             )
         return pixels, class_number
 
+    @property
+    def labels(self) -> np.ndarray:
+        """The classes of all images, (N,) int32."""
+        return np.array([class_number for _, class_number in self.files], np.int32)
+
+    def unreadable(self, thorough: bool = False) -> dict[str, str]:
+        """Returns the files that cannot be used, with the reasons, by their paths.
+
+        It looks at the header and the end of each file, about 10,000 files per second.
+
+        Args:
+            thorough: read all pixels of each file. That takes as long as an epoch, and also finds
+                files that are damaged in the middle.
+
+        For example, ImageFolder(root, 64, skip=ImageFolder(root, 64).unreadable()).
+        """
+        from odyssey.data.images import fault_of_image
+
+        faults = ((path, fault_of_image(path, thorough)) for path, _ in self.files)
+        return {path: reason for path, reason in faults if reason is not None}
+
     def fingerprint(self) -> str:
         """Returns 16 hexadecimal digits that identify names, classes and sizes of the files.
 
@@ -155,6 +187,44 @@ class ImageFolder(Described):
         from odyssey.data.images import read_image
 
         return read_image(path, self._size if self._resize else None)
+
+
+def _list_paths(paths: Sequence[str]) -> str:
+    """Returns paths for a message, at most ten of them."""
+    shown = ", ".join(printable(path) for path in paths[:10])
+    return shown + (f" and {len(paths) - 10:,} more files" if len(paths) > 10 else "")
+
+
+def unreadable_images(path: Path, thorough: bool) -> dict[str, str]:
+    """Returns the files of `--dataset image-folder --data-dir PATH` that cannot be used, with the
+    reasons, by their paths. It looks at the training part and the test part.
+
+    thorough: see `ImageFolder.unreadable`.
+    """
+    path = expand_path(path)
+    roots = [path / "train", path / "test"] if (path / "train").exists() else [path]
+    faults: dict[str, str] = {}
+    for root in roots:
+        others = [
+            str(file)
+            for file in sorted(root.glob("[!.]*/[!.]*"))
+            if file.suffix.lower() not in PICTURES and file.name not in LITTER
+        ]
+        faults |= {file: f"{printable(file)} is no picture" for file in others}
+        faults |= ImageFolder(root, 1, skip=others).unreadable(thorough)
+    return faults
+
+
+def refuse_images(faults: dict[str, str]) -> None:
+    """Raises DataError, which lists the files of `unreadable_images`, if there are any."""
+    if len(faults) == 1:
+        [reason] = faults.values()
+        raise DataError(f"{reason}; or leave it out (--skip-unreadable)")
+    if faults:
+        raise DataError(
+            f"{len(faults):,} files cannot be read as images: {_list_paths([*faults])}; replace "
+            "them, move them elsewhere, or leave them out (--skip-unreadable)"
+        )
 
 
 def npz(path: str | Path, inputs: Any = "x", targets: Any = "y") -> ArrayDataset:
@@ -595,6 +665,8 @@ class Subset(Described):
         for name in ("classes", "sample_shape", "scale", "shift", "vocabulary"):
             if hasattr(dataset, name):
                 setattr(self, name, getattr(dataset, name))
+        if isinstance(dataset, ImageFolder):
+            self.labels = dataset.labels[numbers]
         if hasattr(dataset, "gather"):
             self.gather = self._gather_numbers
         if hasattr(dataset, "set_epoch"):
@@ -670,6 +742,8 @@ def opened(
     drop_columns: str | None = None,
     fill: str | None = None,
     like: Columns | None = None,
+    numbers: bool = False,
+    skip: Collection[str] = (),
 ) -> Any:
     """Opens one part of the data set of `odyssey train --dataset NAME --data-dir PATH`.
 
@@ -686,6 +760,8 @@ def opened(
         drop_columns: names of columns of a table to leave out, separated by commas.
         fill: see `csv`.
         like: the columns of the training table, instead of `normalize`, `drop_columns` and `fill`.
+        numbers: targets that are whole numbers are numbers, and no classes.
+        skip: paths of images to leave out.
 
     Raises:
         ConfigError: a setting is wrong, or the path is missing.
@@ -713,20 +789,25 @@ def opened(
     dataset: Any
     if name == "csv":
         dropped = [] if drop_columns is None else [c.strip() for c in drop_columns.split(",")]
-        options = {"normalize": normalize, "drop_columns": dropped, "fill": fill}
+        options = {
+            "normalize": normalize,
+            "drop_columns": dropped,
+            "fill": fill,
+            "classes": not numbers,
+        }
         learn_from = None if needs_split or train else train_path
         dataset = _open_table(part_path, needs_split, learn_from, target, like, options)
     elif name == "npz":
-        dataset = _adapt_npz(npz(part_path))
+        dataset = _adapt_npz(npz(part_path), numbers)
     else:
-        dataset = ImageFolder(part_path, size)
+        dataset = ImageFolder(part_path, size, skip=skip)
     if needs_split:
         training_part, test_part = split(dataset)
         return training_part if train else test_part
     if (
         name == "image-folder"
         and not train
-        and dataset.classes != ImageFolder(train_path, size).classes
+        and dataset.classes != ImageFolder(train_path, size, skip=skip).classes
     ):
         raise DataError(
             f"{part_path} has other folders than {train_path}; the classes must be the same"
@@ -755,7 +836,7 @@ def _open_table(
     if learn_from is not None and like is None:
         like = csv(learn_from, target, **options).columns
     if like is not None:
-        options = {"like": like}
+        options = {"like": like, "classes": options["classes"]}
     table = Table(path)
     # Means and fill values depend on the training rows only.
     training_rows: Any = slice(None)
@@ -764,8 +845,14 @@ def _open_table(
     return csv(table, target, training=training_rows, **options)
 
 
-def _adapt_npz(dataset: ArrayDataset) -> ArrayDataset:
-    """Adapts the arrays of an .npz file to the models of `odyssey train`."""
+def _adapt_npz(dataset: ArrayDataset, numbers: bool) -> ArrayDataset:
+    """Adapts the arrays of an .npz file to the models of `odyssey train`.
+
+    numbers: classes that are whole numbers become numbers.
+    """
+    if numbers and dataset.classes:
+        targets = np.asarray(dataset.labels, np.float32)
+        dataset = dataclasses.replace(dataset, labels=targets, classes=0)
     # Targets (N,) that are numbers become (N, 1), the shape of a model's output.
     if not dataset.classes and np.ndim(dataset.labels) == 1:
         dataset = dataclasses.replace(dataset, labels=dataset.labels[:, None])

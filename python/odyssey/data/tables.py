@@ -444,9 +444,8 @@ def csv(
         target_names = [header[-1]]
     else:
         target_names = [target] if isinstance(target, str) else list(target)
-    # All columns are looked up, so that a missing one raises an error.
-    target_fields = [table.column(name) for name in target_names]
-    first_target_fields = target_fields[0]
+    for name in target_names:
+        table.column(name)  # raises an error if it is missing
     for name in drop_columns:
         table.column(name)  # raises an error if it is missing
         if name in target_names:
@@ -464,38 +463,64 @@ def csv(
             "[data] normalize, drop_columns and fill are those of like=; leave them out"
         )
     samples = columns.samples(table)
-    class_names: Sequence[str] = ()
     file_name = Path(table.path).name
-    # What the training part has decided goes before what this table looks like.
-    if columns.classes is not None:
-        classes = bool(columns.classes)
-        words = not isinstance(columns.classes, int)
     if len(target_names) > 1:
-        targets = np.stack([table.numbers(name, target=True) for name in target_names], axis=1)
-        dataset = arrays(samples, targets, name=file_name)
-    elif classes and words and columns.classes:
-        class_names = columns.classes  # type: ignore[assignment]
-        labels = _class_numbers(table, target_names[0], class_names)
-        dataset = arrays(samples, labels, classes=len(class_names), name=file_name)
-    elif classes and all(field.isdecimal() for field in first_target_fields):
-        labels = np.array([int(field) for field in first_target_fields])
-        count = columns.classes if isinstance(columns.classes, int) else None
-        dataset = arrays(samples, labels, classes=count, name=file_name)
-    elif (
-        classes
-        and words
-        and all(field and _parse_number(field) is None for field in first_target_fields)
-    ):
-        class_names, labels = np.unique(first_target_fields, return_inverse=True)
-        dataset = arrays(samples, labels, classes=len(class_names), name=file_name)
+        numbers = np.stack([table.numbers(name, target=True) for name in target_names], axis=1)
+        target = _Target(numbers)
     else:
-        if classes and words:
-            _check_target(table, target_names[0])
-        targets = table.numbers(target_names[0], target=True)[:, None]
-        dataset = arrays(samples, targets, name=file_name)
-    class_names = tuple(map(str, class_names))
-    columns = dataclasses.replace(columns, classes=class_names or dataset.classes)
-    return dataclasses.replace(dataset, columns=columns, class_names=class_names)
+        target = _read_target(table, target_names[0], columns.classes, classes, words)
+    dataset = arrays(samples, target.values, classes=target.classes, name=file_name)
+    columns = dataclasses.replace(columns, classes=target.class_names or dataset.classes)
+    return dataclasses.replace(dataset, columns=columns, class_names=target.class_names)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    """The target of a table.
+
+    Attributes:
+        values: classes (N,), or numbers (N, T).
+        classes: how many classes there are. None: the largest one plus one, or no classes.
+        class_names: the names of classes that are words.
+    """
+
+    values: np.ndarray
+    classes: int | None = None
+    class_names: tuple[str, ...] = ()
+
+
+def _read_target(
+    table: Table, name: str, learnt: Sequence[str] | int | None, classes: bool, words: bool
+) -> _Target:
+    """Reads the target column of a table.
+
+    Args:
+        table: the table.
+        name: the name of the column.
+        learnt: what the training part has decided, see `Columns.classes`. It goes before what this
+            table looks like.
+        classes: False if whole numbers are no classes.
+        words: False if words are no classes.
+
+    Raises:
+        DataError: a class is missing or unknown, or a field is not a finite number.
+    """
+    fields = table.column(name)
+    if learnt is not None:
+        classes = bool(learnt)
+        words = not isinstance(learnt, int)
+    if classes and words and learnt:
+        class_names = tuple(map(str, learnt))  # type: ignore[arg-type]
+        return _Target(_class_numbers(table, name, class_names), len(class_names), class_names)
+    if classes and all(field.isdecimal() for field in fields):
+        count = learnt if isinstance(learnt, int) else None
+        return _Target(np.array([int(field) for field in fields]), count)
+    if classes and words and all(field and _parse_number(field) is None for field in fields):
+        names, labels = np.unique(fields, return_inverse=True)
+        return _Target(labels, len(names), tuple(map(str, names)))
+    if classes and words:
+        _check_target(table, name)
+    return _Target(table.numbers(name, target=True)[:, None])
 
 
 def _class_numbers(table: Table, name: str, class_names: Sequence[str]) -> np.ndarray:

@@ -502,6 +502,35 @@ class Settings(Training):
         metavar="mean|NUMBER",
         only=("dataset", "csv"),
     )
+    skip_unreadable: bool = setting(
+        DATA,
+        False,
+        "read all images of a folder before the first step, and leave out files that cannot be "
+        "read; their names are printed",
+        "an error, which lists them",
+        only=("dataset", "image-folder"),
+    )
+    loss: str | None = setting(
+        DATA,
+        None,
+        "loss of targets that are numbers, which it standardises; whole numbers are then no "
+        "classes",
+        "mse of numbers, cross-entropy of classes",
+        choices=recipes.LOSSES,
+    )
+    log_target: bool = setting(
+        DATA,
+        False,
+        "learn log(1 + target), for targets of at least 0 with a heavy tail; predictions and "
+        "metrics have the target's units",
+    )
+    class_weights: str | None = setting(
+        DATA,
+        None,
+        "balanced: in the loss, a class counts samples / (classes * samples of the class)",
+        "all samples count alike",
+        choices=("balanced",),
+    )
     sequence_length: int | None = setting(
         DATA,
         None,

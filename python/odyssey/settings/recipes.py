@@ -102,6 +102,8 @@ MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
 GPT_DROPOUT: dict[str, float] = {"gpt": 0.2, "gpt-mini": 0.0}
 GPT_BETAS: tuple[float, float] = (0.9, 0.99)
 
+# of targets that are numbers; those of classes come with the model
+LOSSES: tuple[str, ...] = ("mse", "l1", "smooth_l1")
 SCHEDULES: tuple[str, ...] = ("constant", "step", "cosine", "linear-warmup")
 DATASETS: tuple[str, ...] = (
     "mnist",

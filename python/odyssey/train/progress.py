@@ -114,8 +114,10 @@ def make(no_progress: bool, stream: TextIO) -> Progress | None:
 
 
 def format_figure(value: float) -> str:
-    """Returns a loss or metric as text: four decimals, or five digits of a large number."""
-    return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.5g}"
+    """Returns a loss or metric as text: four decimals, or five digits of a number for which these
+    are too many or too few.
+    """
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.5g}"
 
 
 def epoch_line(record: dict[str, Any], epochs: int) -> str:

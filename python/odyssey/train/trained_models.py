@@ -48,13 +48,19 @@ _ARRAY_BATCH_SIZE = 8192  # samples of a batch of an array
 def recipe(trainer: Any, loader: Any) -> dict[str, Any]:
     """Returns the description of model, loss and data for a checkpoint, as JSON values."""
     model = getattr(trainer, "model", None) or getattr(trainer, "module", None)
-    loss = type(getattr(trainer, "loss", None)).__name__
+    loss = getattr(trainer, "loss", None)
     source = getattr(trainer, "data_source", {})
     return {
         "model": of_model(model),
-        "loss": loss,
+        "loss": type(loss).__name__,
+        "loss arguments": _arguments_of(loss),
         "data": {**of_data(getattr(loader, "dataset", None)), **source},
     }
+
+
+def _arguments_of(loss: Any) -> dict[str, Any] | None:
+    """Returns the arguments of a loss of odyssey.nn, or None if they aren't known."""
+    return loss.arguments if type(loss).__module__.startswith("odyssey.nn.") else None
 
 
 def of_model(model: Any) -> dict[str, Any]:
@@ -145,6 +151,7 @@ class Saved:
     step: int
     vocabulary: dict[str, str] | None = None  # of text (data.Vocabulary.restored)
     algorithm: str = "direct"  # conv_algorithm of its training
+    loss_arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def find_checkpoint(path: str | Path) -> tuple[Snapshot, str]:
@@ -195,6 +202,7 @@ def opened(path: str | Path, model: nn.Module | None = None) -> Saved:
         step=snapshot.step,
         vocabulary=settings.get("vocabulary"),
         algorithm=resume.conv_algorithm_of(settings, name),
+        loss_arguments=about.get("loss arguments") or {},
     )
 
 
@@ -410,7 +418,9 @@ def samples(
         Path(source["data_dir"]) if source.get("data_dir") and not dataset else None
     )
     options = {
-        key: source[key] for key in ("size", "target", "length") if source.get(key) is not None
+        key: source[key]
+        for key in ("size", "target", "length", "numbers")
+        if source.get(key) is not None
     }
     if (
         name == "image-folder"
@@ -425,7 +435,15 @@ def samples(
 
 def loss_of(saved_model: Saved) -> nn.Module | None:
     """Returns the loss that a model was trained with; None if it is not one of odyssey.nn."""
-    return getattr(nn, saved_model.loss)() if saved_model.loss in nn.__all__ else None
+    if saved_model.loss not in nn.__all__:
+        return None
+    try:
+        return getattr(nn, saved_model.loss)(**saved_model.loss_arguments)
+    except (TypeError, ConfigError) as problem:
+        raise CheckpointError(
+            f"[load] {saved_model.name}: its loss cannot be built: {problem}; use another "
+            "checkpoint"
+        ) from problem
 
 
 def save_model(model: nn.Module, path: str | Path = "checkpoint.safetensors") -> None:

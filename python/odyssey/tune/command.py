@@ -90,7 +90,7 @@ def command(
     odyssey tune
     """
     with on_all_ranks():
-        from .. import tune
+        from .. import comm, tune
 
         space: dict[str, Any] = {}
         for name, drawn in (_parameter(tune, text) for text in params):
@@ -104,7 +104,7 @@ def command(
             name: d.choices[0] if hasattr(d, "choices") else d.low for name, d in space.items()
         }
         settings = _settings(options, first, 0)  # what is wrong is said before the first trial
-        metric = _metric(metric, settings, space)
+        metric = _metric(metric, settings, space, comm.world(backend="auto"))
         if json_file is not None:
             outputs.check(json_file, "--json")
 
@@ -131,13 +131,15 @@ def command(
     outputs.say(f"best {metric} {tuner.best_value:.6g}: {words}")
 
 
-def _metric(name: str | None, settings: Any, space: dict[str, Any]) -> str:
+def _metric(name: str | None, settings: Any, space: dict[str, Any], world: Any) -> str:
     """Returns the figure to judge by: the one that is given, or the one that fits the data.
+
+    Collective over the ranks of `world`.
 
     Raises ConfigError if an epoch of the training has no such figure, or if trials of this search
     can't be compared by their loss.
     """
-    train_set = training.load_data(settings).train_set
+    train_set = training.load_data(settings, world).train_set
     figures = training.epoch_figures(settings, train_set)
     if name is not None and name not in figures:
         raise ConfigError(
