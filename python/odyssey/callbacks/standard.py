@@ -132,6 +132,21 @@ class Monitor(Callback):
             return value < than - self.min_delta
         return value > than + self.min_delta
 
+    def best_record(self, records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+        """Returns the record of the best epoch: the first one with the best value of the metric.
+
+        None if no epoch has a value.
+        """
+        best_record = None
+        for record in records:
+            value = record.get(self.monitor)
+            if not isinstance(value, (int, float)) or math.isnan(value):
+                continue
+            best = None if best_record is None else best_record[self.monitor]
+            if best is None or (value < best if self.mode == "min" else value > best):
+                best_record = record
+        return best_record
+
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best}
 

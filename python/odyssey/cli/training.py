@@ -108,7 +108,7 @@ def run(
     if ranks.is_first:
         print_start(settings, ranks, data, trainer, verbose)
     history = train(settings, data, trainer, callbacks, progress)
-    report(settings, ranks, data, trainer, history, quiet)
+    report(settings, ranks, data, trainer, history, callbacks, quiet)
     return history
 
 
@@ -260,9 +260,7 @@ def load_data(settings: Settings, world: Communicator) -> TrainingData:
     if unreadable:
         listed = ", ".join(printable(path) for path in unreadable)
         lines.append(f"{len(unreadable):,} files are left out (--skip-unreadable): {listed}")
-    return TrainingData(
-        train_set, train_loader, test_loader, steps_per_epoch, target_scale, lines
-    )
+    return TrainingData(train_set, train_loader, test_loader, steps_per_epoch, target_scale, lines)
 
 
 def find_unreadable(settings: Settings, world: Communicator) -> list[str]:
@@ -531,9 +529,7 @@ def build_early_stopping(settings: Settings, train_set: Any) -> list[Callback]:
     """
     from ..callbacks import EarlyStopping, ModelCheckpoint
 
-    stopping = EarlyStopping.parse(
-        settings.early_stopping, epoch_figures(settings, train_set)
-    )
+    stopping = EarlyStopping.parse(settings.early_stopping, epoch_figures(settings, train_set))
     if settings.checkpoint_dir or settings.run_dir or runs.Run.current():
         return [stopping, ModelCheckpoint(stopping.monitor)]
     return [stopping]
@@ -657,17 +653,21 @@ def report(
     data: TrainingData,
     trainer: DistributedTrainer,
     history: History,
+    callbacks: Sequence[Callback],
     quiet: bool,
 ) -> None:
     """Writes the files of `--save-weights` and `--json` and, unless `quiet`, prints the line of
     results. Collective.
     """
+    from ..callbacks import EarlyStopping
     from ..train.trainer import write_weights
 
     weights_hash = trainer.weights_sha256()
     bits: dict[str, float] = {}
     if is_language_model(settings) and history.test_loss is not None:
         bits = data.train_set.bits(history.test_loss)
+    stopping = next((one for one in callbacks if isinstance(one, EarlyStopping)), None)
+    best = None if stopping is None else stopping.best_record(history.records)
     weights: dict[str, Tensor] | None = None
     if settings.save_weights is not None:
         weights = trainer.state_dict()  # on all ranks: each may have a part
@@ -679,9 +679,11 @@ def report(
         )
     if settings.json is not None:
         results = results_of(settings, ranks, trainer, history, weights_hash)
-        outputs.write_json(settings.json, "--json", results | bits)
+        best_epoch = {"best_epoch": best["epoch"]} if best else {}
+        outputs.write_json(settings.json, "--json", results | bits | best_epoch)
     if not quiet:
-        outputs.say(summary(history, weights_hash, bits))
+        best_line = describe_best(best, stopping.monitor) if best and stopping else ""
+        outputs.say(summary(history, weights_hash, bits, best_line))
 
 
 def results_of(
@@ -717,10 +719,21 @@ def results_of(
     }
 
 
-def summary(history: History, weights_hash: str, bits: dict[str, float]) -> str:
-    """Returns the lines of results: the numbers, then the weights' hash.
+def describe_best(record: dict[str, Any], monitor: str) -> str:
+    """Returns the line about the best epoch, which is often not the last one."""
+    from ..train.progress import format_figure
 
-    Text also has the test loss in bits.
+    name = monitor.replace("_", " ")
+    return f"best epoch {record['epoch']}: {name} {format_figure(record[monitor])}"
+
+
+def summary(
+    history: History, weights_hash: str, bits: dict[str, float], best_line: str = ""
+) -> str:
+    """Returns the lines of results: the numbers, the best epoch if there is one, and the weights'
+    hash.
+
+    Text also has the test loss in bits, and numbers have all metrics of the test.
     """
     from ..train.progress import SENT, format_figure, traffic
 
@@ -730,13 +743,18 @@ def summary(history: History, weights_hash: str, bits: dict[str, float]) -> str:
     elif bits:
         parts += [f"test {value:.4f} {name.replace('_', ' ')}" for name, value in bits.items()]
     elif history.test_loss is not None:
-        parts.append(f"test loss {format_figure(history.test_loss)}")
+        parts += [
+            f"test {name.removeprefix('test_')} {format_figure(value)}"
+            for name, value in history.records[-1].items()
+            if name.startswith("test_") and value is not None
+        ]
     parts.append(f"train loss {format_figure(history.train_loss)}")
     parts.append(counted(history.steps, "step"))
     parts += traffic(*(getattr(history, name) for name in SENT))
     parts.append(f"{history.samples_per_second:,.0f} samples/s")
     parts.append(f"{history.seconds:.1f} s")
-    return "  ".join(parts) + f"\nweights {weights_hash[:16]}"
+    lines = ["  ".join(parts), best_line, f"weights {weights_hash[:16]}"]
+    return "\n".join(filter(None, lines))
 
 
 def values_of(record: object, names: Iterable[str]) -> dict[str, Any]:

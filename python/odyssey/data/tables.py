@@ -171,9 +171,7 @@ class Table:
             repair = (
                 "fill it (--fill mean, fill='mean')" if missing[row] else "write it as a number"
             )
-            advice = (
-                f"{repair}, or leave line or column out (--drop-columns {shlex.quote(name)})"
-            )
+            advice = f"{repair}, or leave line or column out (--drop-columns {shlex.quote(name)})"
         return _Fault(name, f"{self.place(row, name)}: {fault}; {advice}", brief)
 
 

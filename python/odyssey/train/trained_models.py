@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 LISTS = {"Sequential": nn.Sequential, "ModuleList": nn.ModuleList}
 SHARD_SIZE = 32  # samples that are computed at once, unless a checkpoint has another size
+BEST = "best"  # the link of a ModelCheckpoint
+MANIFEST = "manifest.json"  # the file that makes a directory a checkpoint
 _ARRAY_BATCH_SIZE = 8192  # samples of a batch of an array
 
 
@@ -154,11 +156,21 @@ class Saved:
     loss_arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def find_checkpoint(path: str | Path) -> tuple[Snapshot, str]:
-    """Returns the checkpoint at a path, or the newest of a directory or run, and its name.
+def find_checkpoint(path: str | Path, best: bool = False) -> tuple[Snapshot, str]:
+    """Returns the checkpoint at a path, or one of a directory or run, and its name.
+
+    best: of a directory or run take the one that a ModelCheckpoint marked as the best, if there is
+    one, and add to the name which one it is. False: take the newest.
 
     Raises CheckpointError: no checkpoint there is valid.
     """
+    folder = expand_path(path)
+    if (folder / "checkpoints").is_dir():
+        folder = folder / "checkpoints"
+    marked = folder / BEST
+    if best and marked.is_dir() and not (folder / MANIFEST).exists():
+        snapshot, _ = resume.find(marked, lambda line: None)
+        return snapshot, f"{folder.name}/{marked.resolve().name} (the best)"
     try:
         return resume.find(expand_path(path), lambda line: None)
     except CheckpointError as problem:
@@ -169,13 +181,13 @@ def find_checkpoint(path: str | Path) -> tuple[Snapshot, str]:
         ) from None
 
 
-def opened(path: str | Path, model: nn.Module | None = None) -> Saved:
+def opened(path: str | Path, model: nn.Module | None = None, best: bool = False) -> Saved:
     """Returns the model of a checkpoint, a directory of checkpoints, or a run; see load().
 
-    model: takes the weights; None builds it from the description. Raises ConfigError or
-    CheckpointError, as load().
+    model: takes the weights; None builds it from the description. best: see find_checkpoint().
+    Raises ConfigError or CheckpointError, as load().
     """
-    snapshot, name = find_checkpoint(path)
+    snapshot, name = find_checkpoint(path, best)
     about = snapshot.values.get("recipe") or {}
     description = about.get("model") or {}
     weights = snapshot.arrays.get("parameters", {})
@@ -266,12 +278,16 @@ def own_model(place: str | None) -> nn.Module | None:
     return model
 
 
-def exported(path: str | Path, kind: str, model: nn.Module | None = None) -> bytes:
-    """Returns the model of a checkpoint as the bytes of a file of the format `kind`.
+def exported(
+    path: str | Path, kind: str, model: nn.Module | None = None, best: bool = False
+) -> tuple[bytes, str]:
+    """Returns the model of a checkpoint as the bytes of a file of the format `kind`, and the name
+    of the checkpoint.
 
-    Raises ConfigError: as content(), or it is a PyTorch module, which has no ONNX form here.
+    best: see find_checkpoint(). Raises ConfigError: as content(), or it is a PyTorch module, which
+    has no ONNX form here.
     """
-    snapshot, _ = find_checkpoint(path)
+    snapshot, name = find_checkpoint(path, best)
     arrays = {**snapshot.arrays.get("parameters", {}), **snapshot.arrays.get("buffers", {})}
     shape = None
     options = {}
@@ -280,12 +296,12 @@ def exported(path: str | Path, kind: str, model: nn.Module | None = None) -> byt
             raise ConfigError(
                 "[export] this is a PyTorch module; odyssey.load() it, and torch.onnx.export()"
             )
-        from_checkpoint = opened(path, model)
+        from_checkpoint = opened(path, model, best)
         model = from_checkpoint.model
         shape = tuple(from_checkpoint.data.get("sample_shape") or ())
         if columns := _restore_columns(from_checkpoint.data):
             options = {"columns": columns}
-    return content(kind, model, arrays, shape, **options)
+    return content(kind, model, arrays, shape, **options), name
 
 
 def _restore_columns(data: dict[str, Any]) -> Columns | None:

@@ -10,6 +10,7 @@ of "start" what it runs on and how, of others what they are of.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import resource
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from ..base import Run, finite, parse_json
-from ..callbacks import Callback, Context
+from ..callbacks import Callback, Context, EarlyStopping, ModelCheckpoint, Monitor
 from ..errors import DataError
 
 MAX_BYTES = 256 << 20  # bytes that are read
@@ -85,6 +86,7 @@ class Journal(Callback):
         about["model"] = repr(getattr(trainer, "model", None) or getattr(trainer, "module", None))[
             :20_000
         ]
+        about["parameters"] = _count_parameters(trainer)
         about["environment"] = {
             "python": platform.python_version(),
             "numpy": np.__version__,
@@ -123,7 +125,14 @@ class Journal(Callback):
     def on_epoch_end(self, context: Context) -> None:
         peak = np.array([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT], np.int64)
         memory = context.trainer.comm.all_gather(peak)[:, 0].tolist()
-        self._write("epoch", step=context.steps, record=context.record, memory=memory)
+        about = {"record": context.record, "memory": memory}
+        if context.step is not None:
+            about["rate"] = context.step.rate
+        if (monitor := _find_monitor(context)) is not None:
+            best = monitor.best_record(context.history.records)
+            if best is not None:
+                about["best"] = {"epoch": best["epoch"], "figure": monitor.monitor}
+        self._write("epoch", step=context.steps, **about)
 
     def on_exception(self, context: Context) -> None:
         event = "stopped" if type(context.error).__name__ == "Stopped" else "failed"
@@ -134,6 +143,22 @@ class Journal(Callback):
         self._write(
             "end", step=context.steps, finished=context.finished, complete=context.error is None
         )
+
+
+def _count_parameters(trainer: Any) -> int:
+    """Returns how many numbers a model learns; of a model that ranks share, all of them."""
+    model = getattr(trainer, "model", None) or getattr(trainer, "module", None)
+    parameters = getattr(model, "named_parameters", tuple)()
+    return sum(math.prod(parameter.shape) for _, parameter in parameters)
+
+
+def _find_monitor(context: Context) -> Monitor | None:
+    """Returns the callback that decides which epoch is the best one, or None."""
+    kinds = (ModelCheckpoint, EarlyStopping)
+    return next(
+        (callback for kind in kinds for callback in context.given if isinstance(callback, kind)),
+        None,
+    )
 
 
 def read(run: Path) -> list[dict[str, Any]]:

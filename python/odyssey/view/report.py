@@ -100,10 +100,14 @@ class Told:
         self.all_steps = steplog.load(log) if log.is_file() else np.zeros(0, steplog.LAYOUT)
         self.steps = steplog.history(self.all_steps)
         self.epochs: dict[int, dict[str, Any]] = {}
+        # The number of the best epoch and the metric that it is the best by, if a callback asks.
+        self.best: dict[str, Any] = {}
         for row in self.rows:
             if row["event"] == "epoch" and isinstance(row.get("record"), dict):
                 # If an epoch was repeated after a restart, the newest record counts.
-                self.epochs[int(row["record"]["epoch"])] = row["record"]
+                rate = {"learning_rate": row["rate"]} if "rate" in row else {}
+                self.epochs[int(row["record"]["epoch"])] = {**row["record"], **rate}
+                self.best = row["best"] if isinstance(row.get("best"), dict) else {}
 
     def loss(self) -> tuple[Any, Any]:
         """Returns the numbers of the steps, and the mean loss of each."""
@@ -377,6 +381,8 @@ def _format_summary(run: Told) -> str:
         if k.startswith(("train_", "test_")) and v is not None
     }
     figures = {"steps": step, **figures}
+    if isinstance(run.latest.get("parameters"), int):
+        figures["parameters"] = run.latest["parameters"]
     if last.get("samples_per_second"):
         figures["samples/s, last epoch"] = float(f"{last['samples_per_second']:.3g}")
     end = run.rows[-1]
@@ -388,6 +394,11 @@ def _format_summary(run: Told) -> str:
         else "ended, not complete"
     )
     state += f", finished by {end['finished']}" if end.get("finished") else ""
+    best = run.epochs.get(run.best.get("epoch", 0), {})
+    if best:
+        name = str(run.best.get("figure"))
+        value = _format_number(best.get(name))
+        state += f"; best epoch {best['epoch']}, {name.replace('_', ' ')} {value}"
     reason = next(
         (row["why"] for row in reversed(run.parts[-1]) if row["event"] in ("failed", "stopped")),
         None,
@@ -409,7 +420,7 @@ def _format_summary(run: Told) -> str:
 def _format_epochs(run: Told) -> str | None:
     """Returns a table with the metrics of each epoch, or None if there are none."""
     figures = (k for r in run.epochs.values() for k, v in r.items() if isinstance(v, (int, float)))
-    kinds = "train_", "test_", "seconds", "samples_per_second"
+    kinds = "train_", "test_", "learning_rate", "seconds", "samples_per_second"
     names = [n for n in dict.fromkeys(figures) if n.startswith(kinds)]
     if not names:
         return None
@@ -421,7 +432,8 @@ def _format_epochs(run: Told) -> str | None:
     rows = ""
     for number, record in sorted(run.epochs.items()):
         cells = (f'<td class="n">{_escape(_format_number(record.get(n)))}</td>' for n in names)
-        rows += f"<tr><td>{number}</td>{''.join(cells)}</tr>"
+        mark = " <b>best</b>" if number == run.best.get("epoch") else ""
+        rows += f"<tr><td>{number}{mark}</td>{''.join(cells)}</tr>"
     return f'<div class="scroll" tabindex="0"><table>{head}{rows}</table></div>'
 
 

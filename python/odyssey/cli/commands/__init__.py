@@ -109,6 +109,12 @@ OWN_MODEL = click.option(
     metavar="FILE.py:NAME",
     help="Your own class, or a function that builds the model. (default: what the checkpoint says)",
 )
+NEWEST = click.option(
+    "--newest",
+    is_flag=True,
+    help="Take the newest checkpoint of a run. (default: the best, if one is marked, such as by "
+    "--early-stopping)",
+)
 JSON = click.option(
     "--json",
     "json_file",

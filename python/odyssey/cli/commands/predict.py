@@ -10,7 +10,7 @@ import click
 
 from ...base import expand_path, install_extra
 from ...errors import ConfigError, DataError, printable
-from . import FILE, HELP, OWN_MODEL, on_all_ranks
+from . import FILE, HELP, NEWEST, OWN_MODEL, on_all_ranks
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,16 +22,22 @@ if TYPE_CHECKING:
 @click.option(
     "--top", default=1, show_default=True, type=click.IntRange(1), help="Classes that are shown."
 )
+@NEWEST
 @OWN_MODEL
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per input.")
 def command(
-    model: Path, inputs: tuple[str, ...], top: int, own_model: str | None, as_json: bool
+    model: Path,
+    inputs: tuple[str, ...],
+    top: int,
+    newest: bool,
+    own_model: str | None,
+    as_json: bool,
 ) -> None:
     """Print what a model that was trained says of inputs: pictures, a table with a header
     (data.csv), or - for a table on standard input.
 
-    A line per picture or row: classes, each with its probability, or numbers. Under mpirun ranks
-    share the inputs.
+    A line per picture or row: classes, each with its probability, or numbers. Of a run the best
+    checkpoint predicts, if one is marked, else the newest. Under mpirun ranks share the inputs.
     """
     import numpy as np
 
@@ -40,7 +46,9 @@ def command(
 
     # Every rank reads all inputs, so every rank raises the same errors, and one rank prints them.
     with on_all_ranks():
-        checkpoint = trained_models.opened(model, trained_models.own_model(own_model))
+        checkpoint = trained_models.opened(
+            model, trained_models.own_model(own_model), best=not newest
+        )
         names, samples = _read_samples(inputs, checkpoint.data)
     world = comm.world(backend="auto")
     batches = trained_models.batches_of_array(
@@ -51,6 +59,7 @@ def command(
     )
     if world.rank:
         return
+    click.echo(f"odyssey: the model of {printable(checkpoint.name)}", err=True)
     # A list of names, a number of classes, or None if the model doesn't classify.
     classes = checkpoint.data.get("classes")
     for name, output in zip(names, outputs, strict=True):
