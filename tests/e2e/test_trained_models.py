@@ -624,10 +624,18 @@ def test_a_table_that_is_prepared_from_the_command_line_alone(launch, tmp_path):
     done = launch.python("-m", "odyssey", "export", "run", "--format", "onnx", "--output", "m.onnx")
     assert done.returncode == 0, done.stderr
     about = {p.key: json.loads(p.value) for p in onnx.load(tmp_path / "m.onnx").metadata_props}
-    assert about == {"columns": ["area", "rooms", "town=Oslo", "town=Rome"]}
+    assert about == {
+        "columns": ["area", "rooms", "town=Oslo", "town=Rome"],
+        "inputs": {"area": "area", "rooms": "rooms", "town": "town"},
+    }
     session = pytest.importorskip("onnxruntime").InferenceSession(tmp_path / "m.onnx")
-    (y,) = session.run(None, {"x": np.array([[800, 2, 0, 1]], np.float32)})  # as the table has them
-    np.testing.assert_allclose(y, outputs[:1], rtol=1e-4)
+    columns = {  # as the table has them
+        "area": np.array([[800], [400]], np.float32),
+        "rooms": np.array([[2], [np.nan]], np.float32),
+        "town": np.array([["Rome"], ["Oslo"]], object),
+    }
+    (y,) = session.run(None, columns)
+    np.testing.assert_allclose(y, outputs, rtol=1e-4)
 
 
 def test_onnx_has_what_is_used_alone():

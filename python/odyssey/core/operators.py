@@ -75,7 +75,9 @@ __all__ = [
 Number = float | int
 ONNX |= {
     "add": "Add",
+    "add_strided": "Add",
     "multiply": "Mul",
+    "multiply_strided": "Mul",
     "scale": "Mul",
     "exp": "Exp",
     "log": "Log",

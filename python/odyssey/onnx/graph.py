@@ -10,6 +10,8 @@ checks it. A batch may have any number of samples, and a GPT's sequences any len
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +43,7 @@ class _Graph:
 
     def add(self, op: str, inputs: list[str], shape: tuple[int, ...], **attributes: Any) -> str:
         """A node; the name of its output, whose samples have this shape."""
-        name = f"{op.lower()}_{len(self.nodes)}"
+        name = f"/{op.lower()}_{len(self.nodes)}"  # which is no name of a column or a parameter
         self.nodes.append(self.make.make_node(op, inputs, [name], **attributes))
         self.shapes[name] = shape
         return name
@@ -67,7 +69,7 @@ class _Graph:
         return self.constant(np.array(value, np.float32))
 
     def constant(self, array: np.ndarray) -> str:
-        name = f"constant_{len(self.constants)}"
+        name = f"/constant_{len(self.constants)}"
         self.constants[name] = array
         return name
 
@@ -92,6 +94,30 @@ class _Graph:
             [self.value(a["b"], shape)] if "b" in a else [self.number(a["a"])] if "a" in a else []
         )
         return self.add(kind, [first, *operands], shape, **attributes)
+
+    def _add(self, kind: str, a: dict[str, Any]) -> str | None:
+        """An operation of two values of a shape, or of a value and constants: one number, or one
+        for each number of the last axis.
+        """
+        if "d0" not in a:
+            return self._keep_shape(kind, a)
+        x, other, side = (
+            (a["b"], a["a"], "a") if id(a["a"]) in self.fills else (a["a"], a["b"], "b")
+        )
+        if id(x) not in self.values:
+            return None
+        name = self.values[id(x)]
+        shape = self.shapes[name]
+        if id(other) in self.fills:
+            return self.add(kind, [name, self.number(self.fills[id(other)])], shape)
+        numbers = getattr(other, "array", None)
+        lanes = [a[f"{side}{axis}"] for axis in range(5)], [a["a3"], a["a4"]]
+        is_vector = numbers is not None and lanes == ([0, 0, 0, 1, 0], [SAMPLES, 1])
+        if not is_vector or shape[-1:] != (a["d3"],) or numbers.size != a["d3"]:
+            return None
+        return self.add(kind, [name, self.constant(numbers.view(np.float32))], shape)
+
+    _mul = _add
 
     def _leakyrelu(self, kind: str, a: dict[str, Any]) -> str:
         return self._keep_shape(kind, {"x": a["x"]}, alpha=a["slope"])
@@ -262,8 +288,10 @@ def onnx_model(model: Module, sample_shape: tuple[int, ...] = (), columns: Any =
     data set gives it; output "y" (N, ...); parameters by their names. Of a GPT x is (N, T)
     int64, and y (N, T, vocab_size).
 
-    columns: of a table (data.tables.Columns): the graph normalises, and its metadata name the
-    numbers of a sample.
+    columns: of a table (data.tables.Columns). The graph then does with a row what `odyssey predict`
+    does: NaN is filled in, columns are normalised, strings become categories. If all columns are
+    numbers, "x" holds them as they are. Otherwise each column is an input (N, 1), float32 or
+    string. Metadata "columns" lists the numbers of a sample, "inputs" the input of each column.
 
     Raises ConfigError: the package onnx is missing, or the model has an op that is not known here.
     """
@@ -276,9 +304,8 @@ def onnx_model(model: Module, sample_shape: tuple[int, ...] = (), columns: Any =
     if isinstance(model, GPT):
         graph = _Decoder(onnx, {})
         logits = ["N", "T", model.lm_head.weight.shape[0]]
-        return _build_proto(
-            onnx, graph, model, graph.decoder(model), ["N", "T"], onnx.TensorProto.INT64, logits, {}
-        )
+        inputs = [("x", onnx.TensorProto.INT64, ["N", "T"])]
+        return _build_proto(onnx, graph, model, graph.decoder(model), inputs, logits, {})
     arena = Arena.of(model.named_parameters(), model.named_buffers())
     recorder = Recorder(arena, 4 * arena.size, SAMPLES)
     recorder.conv_algorithm = "direct"  # ONNX has one kind of convolution
@@ -292,10 +319,10 @@ def onnx_model(model: Module, sample_shape: tuple[int, ...] = (), columns: Any =
     graph = _Graph(onnx, {4 * offset: name for name, offset in arena.offsets.items()})
     graph.values[id(x.memory)] = "x"
     graph.shapes["x"] = tuple(sample_shape)
-    if columns is not None and columns.scaling is not None:
-        mean, std = map(graph.constant, columns.scaling)
-        less = graph.add("Sub", ["x", mean], tuple(sample_shape))
-        graph.values[id(x.memory)] = graph.add("Div", [less, std], tuple(sample_shape))
+    inputs = [("x", onnx.TensorProto.FLOAT, ["N", *sample_shape])]
+    if columns is not None:
+        inputs, sample = _convert_columns(onnx, graph, columns, model.state_dict())
+        graph.values[id(x.memory)] = sample
     for r in recorder.records:
         try:
             graph.record(r)
@@ -305,20 +332,74 @@ def onnx_model(model: Module, sample_shape: tuple[int, ...] = (), columns: Any =
                 "plain layers have. Use --format safetensors"
             ) from None
     output = graph.value(y.memory, y.shape[1:])
-    floats = onnx.TensorProto.FLOAT
     proto = _build_proto(
-        onnx,
-        graph,
-        model,
-        output,
-        ["N", *sample_shape],
-        floats,
-        ["N", *y.shape[1:]],
-        model.state_dict(),
+        onnx, graph, model, output, inputs, ["N", *y.shape[1:]], model.state_dict()
     )
     if columns is not None:
-        onnx.helper.set_model_props(proto, {"columns": json.dumps(columns.features)})
+        about = {"columns": json.dumps(columns.features)}
+        if columns.categories:
+            names = [name for name, _, _ in inputs]
+            about["inputs"] = json.dumps(dict(zip(columns.names, names, strict=True)))
+        onnx.helper.set_model_props(proto, about)
     return proto
+
+
+Input = tuple[str, int, list[Any]]  # name, type and shape of an input of a graph
+
+
+def _convert_columns(
+    onnx: Any, graph: _Graph, columns: Any, parameters: Any
+) -> tuple[list[Input], str]:
+    """Adds the nodes that convert the columns of a table to the numbers of a sample.
+
+    Returns:
+        The inputs of the graph, and the name of the value that holds samples (N, F).
+    """
+    number, text = onnx.TensorProto.FLOAT, onnx.TensorProto.STRING
+    if not columns.categories:
+        width = len(columns.names)
+        graph.shapes["x"] = (width,)
+        return [("x", number, ["N", width])], _convert_numbers(graph, "x", columns, columns.names)
+    inputs: list[Input] = []
+    parts = []
+    used = {"y", *parameters}
+    for column in columns.names:
+        name = column
+        while name in used:  # "y" is the output
+            name += "_"
+        used.add(name)
+        graph.shapes[name] = (1,)
+        categories = columns.categories.get(column)
+        inputs.append((name, number if categories is None else text, ["N", 1]))
+        if categories is None:
+            parts.append(_convert_numbers(graph, name, columns, [column]))
+        else:
+            texts = graph.constant(np.array([list(categories)], dtype=object))
+            shape = (len(categories),)
+            is_category = graph.add("Equal", [name, texts], shape)
+            parts.append(graph.add("Cast", [is_category], shape, to=number))
+    return inputs, graph.add("Concat", parts, (len(columns.features),), axis=1)
+
+
+def _convert_numbers(graph: _Graph, name: str, columns: Any, names: Sequence[str]) -> str:
+    """Adds the nodes that fill in and normalise columns of numbers, and returns their result.
+
+    name: the value (N, len(names)) that holds the columns `names`.
+    """
+    shape = graph.shapes[name]
+
+    def constants(numbers: Mapping[str, float], default: float) -> str:
+        return graph.constant(
+            np.array([numbers.get(column, default) for column in names], np.float32)
+        )
+
+    if any(column in columns.fill for column in names):
+        is_missing = graph.add("IsNaN", [name], shape)
+        name = graph.add("Where", [is_missing, constants(columns.fill, math.nan), name], shape)
+    if any(column in columns.mean for column in names):
+        shifted = graph.add("Sub", [name, constants(columns.mean, 0.0)], shape)
+        name = graph.add("Div", [shifted, constants(columns.std, 1.0)], shape)
+    return name
 
 
 def content(
@@ -346,8 +427,7 @@ def _build_proto(
     graph: _Graph,
     model: Module,
     output: str,
-    input_shape: list[Any],
-    input_type: int,
+    inputs: Sequence[Input],
     output_shape: list[Any],
     state: Any,
 ) -> Any:
@@ -360,7 +440,7 @@ def _build_proto(
         graph.make.make_graph(
             graph.nodes,
             type(model).__name__,
-            [graph.make.make_tensor_value_info("x", input_type, input_shape)],
+            [graph.make.make_tensor_value_info(*value) for value in inputs],
             [graph.make.make_tensor_value_info("y", onnx.TensorProto.FLOAT, output_shape)],
             [
                 onnx.numpy_helper.from_array(np.asarray(value, order="C"), name)
