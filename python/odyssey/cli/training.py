@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from odyssey import __version__
-from odyssey.errors import ConfigError, counted, printable
+from odyssey.errors import ConfigError, counted
 
 from ..base import launcher as launchers
 from ..base import outputs, registry, runs, userfile
@@ -217,7 +217,7 @@ def load_data(settings: Settings, world: Communicator) -> TrainingData:
 
     Raises DataError if files don't fit, and ConfigError if a setting doesn't fit the targets.
     """
-    from ..data import DataLoader, opened
+    from ..data import DataLoader, opened, sources
     from ..data.tables import notes
 
     unreadable = find_unreadable(settings, world)
@@ -258,7 +258,7 @@ def load_data(settings: Settings, world: Communicator) -> TrainingData:
     steps_per_epoch = -(-len(train_loader) // settings.accumulation_steps)
     lines = [*notes(train_set), *target_notes(settings, train_set)]
     if unreadable:
-        listed = ", ".join(printable(path) for path in unreadable)
+        listed = sources.list_paths(unreadable)
         lines.append(f"{len(unreadable):,} files are left out (--skip-unreadable): {listed}")
     return TrainingData(train_set, train_loader, test_loader, steps_per_epoch, target_scale, lines)
 
@@ -589,7 +589,12 @@ def build_trainer(
     )
     data_dir = None if settings.data_dir is None else os.path.abspath(settings.data_dir)
     trainer.data_source = {
-        "source": {"dataset": settings.dataset, "data_dir": data_dir, **sample_settings(settings)},
+        "source": {
+            "dataset": settings.dataset,
+            "data_dir": data_dir,
+            "skip_unreadable": settings.skip_unreadable,
+            **sample_settings(settings),
+        },
         "metrics": metric_names(settings),
     }
     return trainer

@@ -103,7 +103,7 @@ class ImageFolder(Described):
             self.files += [(str(path), class_number) for path in paths]
         if others:
             are = "is no picture; move it" if len(others) == 1 else "are no pictures; move them"
-            raise DataError(f"{_list_paths(others)} {are} elsewhere, or use skip=")
+            raise DataError(f"{list_paths(others)} {are} elsewhere, or use skip=")
         if not self.files:
             raise DataError(f"{root} has no folders with pictures; a folder per class is expected")
         self.scale = 1 / (255 * np.asarray(std, np.float64))
@@ -189,7 +189,7 @@ class ImageFolder(Described):
         return read_image(path, self._size if self._resize else None)
 
 
-def _list_paths(paths: Sequence[str]) -> str:
+def list_paths(paths: Sequence[str]) -> str:
     """Returns paths for a message, at most ten of them."""
     shown = ", ".join(printable(path) for path in paths[:10])
     return shown + (f" and {len(paths) - 10:,} more files" if len(paths) > 10 else "")
@@ -222,7 +222,7 @@ def refuse_images(faults: dict[str, str]) -> None:
         raise DataError(f"{reason}; or leave it out (--skip-unreadable)")
     if faults:
         raise DataError(
-            f"{len(faults):,} files cannot be read as images: {_list_paths([*faults])}; replace "
+            f"{len(faults):,} files cannot be read as images: {list_paths([*faults])}; replace "
             "them, move them elsewhere, or leave them out (--skip-unreadable)"
         )
 

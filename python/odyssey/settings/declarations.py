@@ -506,7 +506,7 @@ class Settings(Training):
         DATA,
         False,
         "read all images of a folder before the first step, and leave out files that cannot be "
-        "read; their names are printed",
+        "read; the first ten names are printed",
         "an error, which lists them",
         only=("dataset", "image-folder"),
     )

@@ -30,6 +30,7 @@ from ..core.program import Eager, current
 from ..core.tensor import Tensor, empty, layout_of, no_grad
 from ..data import ArrayDataset, Batch
 from ..data.nested import mapped
+from ..data.sources import unreadable_images
 from ..data.tables import Columns
 from ..errors import CheckpointError, ConfigError, OdysseyError, ShapeError
 from ..nn.module import in_mode, limited
@@ -446,6 +447,8 @@ def samples(
         options["size"] = saved_model.data["sample_shape"][1:]
     if name == "csv":
         options["like"] = _restore_columns(saved_model.data)
+    if name == "image-folder" and folder is not None and source.get("skip_unreadable"):
+        options["skip"] = unreadable_images(folder, thorough=True)
     return datasets.opened(name, folder, train=train, **options)
 
 
