@@ -191,3 +191,43 @@ def test_what_is_wrong_is_one_line(launch, words, message):
     assert (
         done.returncode in (64, 65) and done.stderr.count("\n") == 1 and message in done.stderr
     ), done.stderr
+
+
+def broken_pictures(root):
+    """A folder of pictures of which five files cannot be used."""
+    pictures(root)
+    for name in ("blue/00.jpg", "red/03.jpg"):
+        path = root / "train" / name
+        path.write_bytes(path.read_bytes()[:-100])
+    (root / "train" / "red" / "04.jpg").write_bytes(b"no picture")
+    (root / "test" / "green" / "01.jpg").write_bytes(b"")
+    (root / "test" / "green" / "list.txt").write_text("")
+    return [root / "train" / "blue" / "00.jpg", root / "test" / "green" / "list.txt"]
+
+
+def test_broken_pictures_are_listed_or_left_out_before_the_first_step(launch):
+    listed = broken_pictures(launch.folder)
+    words = f"train --model mlp --dataset image-folder:{launch.folder} --image-size 12 --epochs 1"
+    words += " --global-batch-size 16 --shard-size 4 --json out.json"
+    for ranks in (0, 2):
+        refused = launch.python("-m", "odyssey", *words.split(), ranks=ranks)
+        assert refused.returncode == 65 and refused.stderr.count("\n") == 1, refused.stderr
+        assert "5 files cannot be read as images: " in refused.stderr
+        assert all(str(path) in refused.stderr for path in listed)
+    bits = set()
+    for ranks in (0, 2, 3):
+        done = launch.python(
+            "-m",
+            "odyssey",
+            *words.split(),
+            "--skip-unreadable",
+            "--run-dir",
+            f"r{ranks}",
+            ranks=ranks,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "5 files are left out (--skip-unreadable): " in done.stderr
+        bits.add(json.loads((launch.folder / "out.json").read_text())["weights_sha256"])
+    assert len(bits) == 1
+    said = launch.python("-m", "odyssey", "evaluate", "r2")
+    assert said.returncode == 0 and "14 samples" in said.stdout, said.stderr

@@ -334,3 +334,39 @@ def test_images_of_other_libraries():
         DataError, match=r"list: sample 0 is an image with a palette, so its pixels"
     ):
         first_batch(mask, 0)
+
+
+def test_all_unreadable_images_are_found(tmp_path):
+    rng = np.random.default_rng(0)
+    (tmp_path / "a").mkdir()
+    for i in range(8):
+        pixels = rng.integers(0, 255, (40, 40, 3)).astype(np.uint8)
+        PIL.fromarray(pixels).save(tmp_path / "a" / f"{i}.{'jpg' if i % 2 else 'png'}")
+    for name in ("1.jpg", "2.png"):  # cut off, as after a broken download
+        path = tmp_path / "a" / name
+        path.write_bytes(path.read_bytes()[:-300])
+    (tmp_path / "a" / "3.jpg").write_bytes(b"no image")
+    damaged = bytearray((tmp_path / "a" / "4.png").read_bytes())
+    damaged[len(damaged) // 2] ^= 255
+    (tmp_path / "a" / "4.png").write_bytes(bytes(damaged))
+    with (tmp_path / "a" / "5.jpg").open("ab") as file:
+        file.write(b"\0" * 5000)  # complete, with more bytes after its end
+    PIL.fromarray(np.ones((4, 4), np.float32)).save(tmp_path / "a" / "9.tif")
+    folder = data.ImageFolder(tmp_path, 16)
+    found = folder.unreadable()
+    assert [path[-5:] for path in found] == ["1.jpg", "2.png", "3.jpg", "9.tif"]
+    assert "float pixels" in [*found.values()][-1]
+    # Damage in the middle is found where all pixels are read.
+    thorough = folder.unreadable(thorough=True)
+    assert {path[-5:] for path in thorough} == {"1.jpg", "2.png", "3.jpg", "4.png", "9.tif"}
+    readable = data.ImageFolder(tmp_path, 16, skip=thorough)
+    assert len(readable) == len([readable[i] for i in range(len(readable))]) == 4
+
+
+def test_files_that_are_no_images_are_listed(tmp_path):
+    (tmp_path / "a").mkdir()
+    PIL.fromarray(np.zeros((4, 4), np.uint8)).save(tmp_path / "a" / "1.png")
+    for i in range(12):
+        (tmp_path / "a" / f"{i:02}.txt").write_text("")
+    with pytest.raises(DataError, match=r"09\.txt and 2 more files are no pictures; move them"):
+        data.ImageFolder(tmp_path)

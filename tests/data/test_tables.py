@@ -102,7 +102,9 @@ def test_what_is_wrong_is_named(tmp_path, text, how, message):
 
 
 def test_all_columns_that_do_not_fit_are_named(tmp_path):
-    rows = [f"{i},2021-03-{i % 28 + 1:02} 10:{i % 60:02}:{i // 60:02},note {i},{i}" for i in range(300)]
+    rows = [
+        f"{i},2021-03-{i % 28 + 1:02} 10:{i % 60:02}:{i // 60:02},note {i},{i}" for i in range(300)
+    ]
     rows[4] = "4,,note 4,"
     path = written(tmp_path, "\n".join(["y,date,comment,age", *rows]))
     with pytest.raises(DataError) as error:

@@ -152,7 +152,11 @@ def test_what_is_finished_is_kept_without_a_storage(table):
 
 @pytest.mark.parametrize(
     ("words", "metric"),
-    [("", "test_loss"), ("--metrics mae --metric test_mae", "test_mae"), ("--no-eval", "train_loss")],
+    [
+        ("", "test_loss"),
+        ("--metrics mae --metric test_mae", "test_mae"),
+        ("--no-eval", "train_loss"),
+    ],
 )
 def test_the_default_metric_is_that_of_numbers(table, words, metric):
     done = table.python(

@@ -159,7 +159,7 @@ def train_at(config):
     x = rng.normal(size=(128, 4)).astype("float32")
     loader = data.DataLoader(data.arrays(x, x[:, :1] * 3), batch_size=32)
     trainer = odyssey.DistributedTrainer(
-        nn.Linear(4, 1), optim.SGD(lr=config["lr"]), nn.MSELoss(), shard_size=8
+        nn.Linear(4, 1), optim.SGD(lr=config["lr"]), loss=nn.MSELoss(), shard_size=8
     )
     return trainer.fit(loader, loader, epochs=40, verbose=False)
 
@@ -179,7 +179,7 @@ def test_a_trial_that_diverges_fails_and_the_search_goes_on(ranks, capsys):
     failed = [params["lr"] for _, state, params, _ in trials if state == "FAIL"]
     assert failed and set(failed) == {1e6} and best == {"lr": 0.1}
     lines = capsys.readouterr().err.splitlines()
-    [line] = [line for line in lines if "failed" in line][: 1]
+    [line] = [line for line in lines if "failed" in line][:1]
     assert "lr 1e+06" in line and "NumericsError: [train] the loss is not finite at step" in line
 
 
