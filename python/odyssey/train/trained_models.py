@@ -170,7 +170,10 @@ def find_checkpoint(path: str | Path, best: bool = False) -> tuple[Snapshot, str
         folder = folder / "checkpoints"
     marked = folder / BEST
     if best and marked.is_dir() and not (folder / MANIFEST).exists():
-        snapshot, _ = resume.find(marked, lambda line: None)
+        try:
+            snapshot, _ = resume.find(marked, lambda line: None)
+        except CheckpointError as problem:
+            raise CheckpointError(f"{problem}; or take the newest (--newest)") from None
         return snapshot, f"{folder.name}/{marked.resolve().name} (the best)"
     try:
         return resume.find(expand_path(path), lambda line: None)

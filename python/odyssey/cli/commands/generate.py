@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from ...errors import ConfigError, printable
-from . import FILE, HELP
+from . import FILE, HELP, NEWEST
 
 
 @click.command("generate", short_help="Write text with a trained GPT.", context_settings=HELP)
@@ -30,19 +30,27 @@ from . import FILE, HELP
 @click.option(
     "--seed", type=click.IntRange(0, 2**63 - 1), default=0, help="Of the draws. (default: 0)"
 )
+@NEWEST
 def command(
-    run: Path, prompt: str, tokens: int, temperature: float, top_k: int | None, seed: int
+    run: Path,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    top_k: int | None,
+    seed: int,
+    newest: bool,
 ) -> None:
     """Write the text that a model puts behind a prompt.
 
     RUN is a checkpoint, or the directory that `odyssey train --run-dir` or --checkpoint-dir wrote,
-    whose newest valid one is read. The same prompt and seed give the same text.
+    whose best one is read if one is marked, else the newest valid one. The same prompt and seed give the same text.
     """
     from ...data import Vocabulary
     from ...nn import GPT
     from ...train import trained_models
 
-    checkpoint = trained_models.opened(run)
+    checkpoint = trained_models.opened(run, best=not newest)
+    click.echo(f"odyssey: the model of {printable(checkpoint.name)}", err=True)
     if not isinstance(checkpoint.model, GPT) or checkpoint.vocabulary is None:
         raise ConfigError(
             f"[generate] {printable(checkpoint.name)} is of {type(checkpoint.model).__name__}, "
