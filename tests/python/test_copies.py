@@ -139,6 +139,8 @@ MODULES = {
     "L1Loss": (nn.L1Loss, NUMBERS),
     "MSELoss": (lambda: nn.MSELoss(reduction="none"), NUMBERS),
     "NLLLoss": (nn.NLLLoss, CLASSES),
+    "ScaledLoss": (lambda: nn.ScaledLoss("l1", [1.0], [2.0]), NUMBERS),
+    "TargetScale": (lambda: nn.TargetScale([1.0], [2.0], log=True), ROWS),
     "SmoothL1Loss": (lambda: nn.SmoothL1Loss(beta=0.5), NUMBERS),
     "GELU": (lambda: nn.GELU(approximate="tanh"), ROWS),
     "LeakyReLU": (lambda: nn.LeakyReLU(0.2, inplace=True), ROWS),

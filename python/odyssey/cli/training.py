@@ -217,7 +217,7 @@ def load_data(settings: Settings, world: Communicator) -> TrainingData:
 
     Raises DataError if files don't fit, and ConfigError if a setting doesn't fit the targets.
     """
-    from ..data import DataLoader, opened, sources
+    from ..data import DataLoader, opened
     from ..data.tables import notes
 
     unreadable = find_unreadable(settings, world)
@@ -258,7 +258,9 @@ def load_data(settings: Settings, world: Communicator) -> TrainingData:
     steps_per_epoch = -(-len(train_loader) // settings.accumulation_steps)
     lines = [*notes(train_set), *target_notes(settings, train_set)]
     if unreadable:
-        listed = sources.list_paths(unreadable)
+        from ..data.sources import list_paths
+
+        listed = list_paths(unreadable)
         lines.append(f"{len(unreadable):,} files are left out (--skip-unreadable): {listed}")
     return TrainingData(train_set, train_loader, test_loader, steps_per_epoch, target_scale, lines)
 
@@ -268,12 +270,11 @@ def find_unreadable(settings: Settings, world: Communicator) -> list[str]:
 
     Raises DataError, which lists all files that cannot be read, without `--skip-unreadable`.
     """
-    from ..data import sources
-    from ..train import resume
-
     folder = settings.data_dir
     if settings.dataset != "image-folder" or folder is None:
         return []
+    from ..data import sources
+    from ..train import resume
 
     def read() -> list[str]:
         faults = sources.unreadable_images(folder, thorough=settings.skip_unreadable)
@@ -297,9 +298,9 @@ def measure_targets(
 
     if train_set.classes:
         if asks_for_numbers(settings):
-            given = option("log_target") if settings.log_target else option("loss", settings.loss)
+            stated = option("log_target") if settings.log_target else option("loss", settings.loss)
             raise ConfigError(
-                f"[train] {given} is for targets that are numbers, and --dataset "
+                f"[train] {stated} is for targets that are numbers, and --dataset "
                 f"{settings.dataset} has classes; remove it"
             )
         return None

@@ -90,20 +90,20 @@ class ImageFolder(Described):
         )
         self.files: list[tuple[str, int]] = []
         skipped = set(skip)
-        others = []
+        non_images = []
         for class_number, name in enumerate(self.classes):
             paths = sorted(
                 path
                 for path in (root / name).iterdir()
                 if path.name[0] != "." and path.name not in LITTER and str(path) not in skipped
             )
-            others += [str(path) for path in paths if path.suffix.lower() not in PICTURES]
+            non_images += [str(path) for path in paths if path.suffix.lower() not in PICTURES]
             if not paths:
                 raise DataError(f"{root / name} is empty; move it elsewhere")
             self.files += [(str(path), class_number) for path in paths]
-        if others:
-            are = "is no picture; move it" if len(others) == 1 else "are no pictures; move them"
-            raise DataError(f"{list_paths(others)} {are} elsewhere, or use skip=")
+        if non_images:
+            are = "is no picture; move it" if len(non_images) == 1 else "are no pictures; move them"
+            raise DataError(f"{list_paths(non_images)} {are} elsewhere, or use skip=")
         if not self.files:
             raise DataError(f"{root} has no folders with pictures; a folder per class is expected")
         self.scale = 1 / (255 * np.asarray(std, np.float64))
@@ -191,8 +191,8 @@ class ImageFolder(Described):
 
 def list_paths(paths: Sequence[str]) -> str:
     """Returns paths for a message, at most ten of them."""
-    shown = ", ".join(printable(path) for path in paths[:10])
-    return shown + (f" and {len(paths) - 10:,} more files" if len(paths) > 10 else "")
+    first_paths = ", ".join(printable(path) for path in paths[:10])
+    return first_paths + (f" and {len(paths) - 10:,} more files" if len(paths) > 10 else "")
 
 
 def unreadable_images(path: Path, thorough: bool) -> dict[str, str]:
@@ -205,13 +205,13 @@ def unreadable_images(path: Path, thorough: bool) -> dict[str, str]:
     roots = [path / "train", path / "test"] if (path / "train").exists() else [path]
     faults: dict[str, str] = {}
     for root in roots:
-        others = [
+        non_images = [
             str(file)
             for file in sorted(root.glob("[!.]*/[!.]*"))
             if file.suffix.lower() not in PICTURES and file.name not in LITTER
         ]
-        faults |= {file: f"{printable(file)} is no picture" for file in others}
-        faults |= ImageFolder(root, 1, skip=others).unreadable(thorough)
+        faults |= {file: f"{printable(file)} is no picture" for file in non_images}
+        faults |= ImageFolder(root, 1, skip=non_images).unreadable(thorough)
     return faults
 
 

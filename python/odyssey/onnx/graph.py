@@ -101,18 +101,21 @@ class _Graph:
         """
         if "d0" not in a:
             return self._keep_shape(kind, a)
-        x, other, side = (
-            (a["b"], a["a"], "a") if id(a["a"]) in self.fills else (a["a"], a["b"], "b")
-        )
+        side = "a" if id(a["a"]) in self.fills else "b"  # of the constant
+        constant = a[side]
+        x = a["b" if side == "a" else "a"]
         if id(x) not in self.values:
             return None
         name = self.values[id(x)]
         shape = self.shapes[name]
-        if id(other) in self.fills:
-            return self.add(kind, [name, self.number(self.fills[id(other)])], shape)
-        numbers = getattr(other, "array", None)
-        lanes = [a[f"{side}{axis}"] for axis in range(5)], [a["a3"], a["a4"]]
-        is_vector = numbers is not None and lanes == ([0, 0, 0, 1, 0], [SAMPLES, 1])
+        if id(constant) in self.fills:
+            return self.add(kind, [name, self.number(self.fills[id(constant)])], shape)
+        numbers = getattr(constant, "array", None)
+        strides = [a[f"{side}{axis}"] for axis in range(5)]
+        strides_of_x = [a["a3"], a["a4"]]
+        is_vector = (
+            numbers is not None and strides == [0, 0, 0, 1, 0] and strides_of_x == [SAMPLES, 1]
+        )
         if not is_vector or shape[-1:] != (a["d3"],) or numbers.size != a["d3"]:
             return None
         return self.add(kind, [name, self.constant(numbers.view(np.float32))], shape)
@@ -355,7 +358,8 @@ def _convert_columns(
     Returns:
         The inputs of the graph, and the name of the value that holds samples (N, F).
     """
-    number, text = onnx.TensorProto.FLOAT, onnx.TensorProto.STRING
+    number = onnx.TensorProto.FLOAT
+    text = onnx.TensorProto.STRING
     if not columns.categories:
         width = len(columns.names)
         graph.shapes["x"] = (width,)

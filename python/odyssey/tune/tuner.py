@@ -441,7 +441,8 @@ class DistributedTuner:
         completed = self._completed()
         if not completed:
             return
-        self.best_value, self.best_params = self.study.best_value, self.study.best_params
+        self.best_value = self.study.best_value
+        self.best_params = self.study.best_params
         if self.verbose:
             trials = "1 trial" if len(completed) == 1 else f"{len(completed)} trials"
             _say(

@@ -42,8 +42,9 @@ def command(
 ) -> None:
     """Write the text that a model puts behind a prompt.
 
-    RUN is a checkpoint, or the directory that `odyssey train --run-dir` or --checkpoint-dir wrote,
-    whose best one is read if one is marked, else the newest valid one. The same prompt and seed give the same text.
+    RUN is a checkpoint, or the directory that `odyssey train --run-dir` or --checkpoint-dir wrote.
+    Of a directory the best checkpoint is read if one is marked, else the newest valid one. The same
+    prompt and seed give the same text.
     """
     from ...data import Vocabulary
     from ...nn import GPT
