@@ -301,13 +301,13 @@ def measure_targets(
             stated = option("log_target") if settings.log_target else option("loss", settings.loss)
             raise ConfigError(
                 f"[train] {stated} is for targets that are numbers, and --dataset "
-                f"{settings.dataset} has classes; remove it"
+                f"{settings.dataset} has classes; leave it out"
             )
         return None
     if settings.class_weights is not None:
         raise ConfigError(
             f"[train] {option('class_weights', settings.class_weights)} is for classes, and "
-            "targets are numbers; remove it"
+            "targets are numbers; leave it out"
         )
     check_log_target(settings, train_set, "training")
     targets = np.asarray(train_set.labels, np.float64)
@@ -342,7 +342,7 @@ def check_log_target(settings: Settings, dataset: Any, part: str) -> None:
     if least < 0:
         raise ConfigError(
             f"[train] --log-target needs targets of at least 0, and the {part} part has "
-            f"{least:g}; remove it, or use --loss smooth_l1"
+            f"{least:g}; use --loss smooth_l1"
         )
 
 
@@ -452,7 +452,8 @@ def build_loss(settings: Settings, data: TrainingData) -> Module | None:
         return None
     if is_language_model(settings):
         raise ConfigError(
-            f"[train] {option('class_weights', settings.class_weights)} is not for text; remove it"
+            f"[train] {option('class_weights', settings.class_weights)} is not for text; leave it "
+            "out"
         )
     counts = np.bincount(data.train_set.labels, minlength=output_count(settings, data.train_set))
     # A class without a sample in the training part counts like one with a sample.

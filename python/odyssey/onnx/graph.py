@@ -110,12 +110,13 @@ class _Graph:
         shape = self.shapes[name]
         if id(constant) in self.fills:
             return self.add(kind, [name, self.number(self.fills[id(constant)])], shape)
-        numbers = getattr(constant, "array", None)
+        try:
+            numbers = constant.array
+        except AttributeError:  # it is computed
+            return None
         strides = [a[f"{side}{axis}"] for axis in range(5)]
         strides_of_x = [a["a3"], a["a4"]]
-        is_vector = (
-            numbers is not None and strides == [0, 0, 0, 1, 0] and strides_of_x == [SAMPLES, 1]
-        )
+        is_vector = strides == [0, 0, 0, 1, 0] and strides_of_x == [SAMPLES, 1]
         if not is_vector or shape[-1:] != (a["d3"],) or numbers.size != a["d3"]:
             return None
         return self.add(kind, [name, self.constant(numbers.view(np.float32))], shape)

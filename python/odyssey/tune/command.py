@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from ..base import outputs
-from ..cli import training
 from ..cli.commands import FILE, HELP, on_all_ranks, train
 from ..errors import ConfigError
 from ..settings import option
@@ -139,8 +138,8 @@ def _metric(name: str | None, settings: Any, space: dict[str, Any], world: Any) 
     Raises ConfigError if an epoch of the training has no such figure, or if trials of this search
     can't be compared by their loss.
     """
-    train_set = training.load_data(settings, world).train_set
-    figures = training.epoch_figures(settings, train_set)
+    train_set = train.load_data(settings, world).train_set
+    figures = train.epoch_figures(settings, train_set)
     if name is not None and name not in figures:
         raise ConfigError(
             f"[tune] --metric {name}: an epoch has no such figure; choose from "

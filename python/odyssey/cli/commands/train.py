@@ -20,7 +20,7 @@ from ...base.paths import variables_in
 from ...settings import declarations
 from ...settings.declarations import SECTIONS, Command, Setting, Settings, declared, option
 from ..configfile import read_config
-from ..training import run
+from ..training import epoch_figures, load_data, run  # noqa: F401 - `odyssey tune` uses all
 from . import FILE, HELP, DataSet, OrOwn, on_all_ranks, without
 
 
