@@ -16,6 +16,7 @@ import pytest
 from odyssey.cli import doctor
 from odyssey.cli.doctor import FAIL, GIB, MIB, OK, WARN
 from odyssey.errors import ConfigError
+from odyssey.launch.starting import Starter
 
 
 def program(path: Path, text: str) -> Path:
@@ -52,7 +53,7 @@ def quick(monkeypatch):
     """Checks that find nothing wrong and start nothing."""
     for name in ("python", "packages", "distributions", "cache", "gpus"):
         monkeypatch.setattr(doctor, name, lambda name=name: doctor.Check(name, OK, "x"))
-    for name in ("mpi", "launching", "kernels"):
+    for name in ("mpi", "launchers", "kernels"):
         monkeypatch.setattr(doctor, name, lambda *_, name=name: doctor.Check(name, OK, "x"))
     monkeypatch.setattr(doctor, "probe", lambda words: doctor.Probed([{"MPI": "MPICH 5.0.2"}]))
     from odyssey.base.launcher import VARIABLES
@@ -101,7 +102,7 @@ if "--version" in sys.argv:
     print("mpirun (Open MPI) 5.0.0")
 else:
     for rank in "01":
-        subprocess.run(sys.argv[3:])
+        subprocess.run(sys.argv[sys.argv.index("-n") + 2 :])
 """
 
 
@@ -110,7 +111,8 @@ def test_a_launcher_of_another_mpi_is_found(tmp_path, monkeypatch):
     for variable in ("PMI_RANK", "PMI_SIZE"):
         monkeypatch.delenv(variable, raising=False)
     alone = doctor.probe([sys.executable])
-    check = doctor.launching(str(program(tmp_path / "mpirun", ALONE)), lambda: alone)
+    starter = Starter("openmpi", str(program(tmp_path / "mpirun", ALONE)), "Open MPI 5", "openmpi")
+    check = doctor.launching(starter, lambda: alone)
     assert check.state == FAIL and "starts 2 processes and each is a world of one" in check.found
     library = doctor.mpi_of(alone)
     assert ("it is of Open MPI, mpi4py uses MPICH" in check.found) == library.startswith("MPICH")
@@ -124,10 +126,11 @@ def test_a_launcher_that_fails_or_is_not_there(tmp_path):
     wrong = program(
         tmp_path / "mpirun", "import sys; print('no \x1b slots', file=sys.stderr); sys.exit(3)"
     )
-    check = doctor.launching(str(wrong), alone)
+    starter = Starter("mpich", str(wrong), "MPICH 5.0.2", "mpich")
+    check = doctor.launching(starter, alone)
     assert check.state == FAIL and r"-n 2: no \x1b slots" in check.found
-    assert doctor.launching(None, alone).state == FAIL
-    assert "cannot be started" in doctor.launching(str(tmp_path / "none"), alone).found
+    missing = starter._replace(path=str(tmp_path / "none"))
+    assert "cannot be started" in doctor.launching(missing, alone).found
 
 
 def test_mpi_that_cannot_be_loaded_or_knows_one_thread():

@@ -24,7 +24,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.files import write_whole
 from ..base.launcher import OPEN_MPI
+from ..base.mpi_programs import find_mpirun, loaded_library
 from ..callbacks import Callback, Context
 from ..errors import ConfigError, printable
 
@@ -372,15 +372,13 @@ class Verifier:
 
 def launcher_words(launcher: str | None, room: str) -> list[str]:
     """The words that start several ranks, "{ranks}" standing for their number; default: the
-    mpirun of this environment, else of the path. Raises ConfigError, in the name of `room`,
+    mpirun of the MPI library that mpi4py loads. Raises ConfigError, in the name of `room`,
     where "{ranks}" is missing.
     """
-    beside = Path(sys.executable).parent / "mpirun"
-    words = (
-        shlex.split(launcher)
-        if launcher
-        else [str(beside if beside.exists() else "mpirun"), "-n", "{ranks}"]
-    )
+    words = shlex.split(launcher) if launcher else []
+    if not launcher:
+        mpirun, _ = find_mpirun(loaded_library())
+        words = [mpirun.path if mpirun else "mpirun", "-n", "{ranks}"]
     if not any("{ranks}" in word for word in words):
         raise ConfigError(
             f"[{room}] launcher {launcher!r} has no {{ranks}}; write e.g. 'mpirun -n {{ranks}}'"

@@ -7,11 +7,14 @@ rank that counts comes from `odyssey.comm`.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ..errors import ConfigError, printable
+from .proc import environment_of, mpi_file, stat
+from .variables import is_named
 
 
 class Launched(NamedTuple):
@@ -57,6 +60,15 @@ OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
+
+#: Variables that make a process a rank of a job; a name that ends with "*" stands for all that
+#: begin so. They would mislead ranks of another job, and a process that a rank starts.
+OF_RANKS = (
+    "PMI_RANK PMI_SIZE PMI_FD PMI_PORT PMI_ID PMI_HOSTNAME HYDI_CONTROL_FD MPI_LOCALRANKID "
+    "MPI_LOCALNRANKS PMIX_RANK PMIX_ID PMIX_NAMESPACE PMIX_SERVER_* OMPI_COMM_WORLD_* "
+    "OMPI_MCA_ess OMPI_MCA_ess_* OMPI_MCA_orte_* OMPI_MCA_pmix OMPI_APP_CTX_NUM_PROCS "
+    "OMPI_FIRST_RANKS OMPI_NUM_APP_CTX OMPI_FILE_LOCATION OMPI_UNIVERSE_SIZE MV2_COMM_WORLD_*"
+).split()
 
 #: What `torch.distributed` calls env://.
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -154,20 +166,69 @@ def mpi_library(text: str) -> str:
     return printable(line, limit=60)
 
 
-def check_library(job: Launched | None, text: str) -> None:
+def variables_of(job: Launched, environment: Mapping[str, str] = os.environ) -> str:
+    """Returns the variables that announce a job, as "PMI_RANK=0, PMI_SIZE=2"."""
+    names = next((row[1:3] for row in _NAMES if row[0] == job.launcher), RENDEZVOUS)
+    return ", ".join(f"{name}={printable(environment.get(str(name), ''))}" for name in names)
+
+
+def job_of(environment: Mapping[str, str]) -> tuple[str | None, ...]:
+    """Returns what is equal in the environments of all ranks of a job on one machine."""
+    job = launched(environment) or rendezvous(environment)
+    if job is None:
+        return ()
+    names = ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID", "ODYSSEY_LAUNCH", *RENDEZVOUS[2:])
+    return (job.launcher, str(job.size), *(environment.get(name) for name in names))
+
+
+def leave_job_of_parent() -> str:
+    """Removes the variables of a job from the environment of this process if it is no rank but a
+    rank started it, and returns a sentence about it, "" if there is nothing to do.
+
+    Such a process inherits all that its parent has: MPI would fail, or take the rank's place. A
+    rank is known by the MPI library that it has loaded, which no launcher and no wrapper has.
+    """
+    job = launched()
+    if job is None or mpi_file():
+        return ""
+    names = next(row[1:3] for row in _NAMES if row[0] == job.launcher)
+    identity = [os.environ.get(str(name)) for name in names]
+    if None in identity:
+        return ""
+    process = os.getppid()
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        while process > 1:
+            environment = environment_of(process)
+            if [environment.get(str(name)) for name in names] != identity:
+                return ""
+            if mpi_file(process):
+                break
+            process = int(stat(process)[1])
+        else:
+            return ""
+        line = (
+            f"this process is not a rank, because rank {job.rank} of a job (process {process}) "
+            f"started it: it runs alone, without {variables_of(job)}"
+        )
+        variables = {*VARIABLES, "ODYSSEY_RUN_DIR", "ODYSSEY_ATTEMPT", "ODYSSEY_RANKS"}
+        for name in [name for name in os.environ if name in variables or is_named(name, OF_RANKS)]:
+            del os.environ[name]
+        return line
+    return ""
+
+
+def check_library(job: Launched | None, text: str, advice: Callable[[], str]) -> None:
     """Raises ConfigError where MPI would abort at its start, as the launcher is another MPI's.
 
-    text: what the MPI library says about itself.
+    text: what the MPI library says about itself. advice: returns what to use instead.
     """
     library = mpi_library(text)
     if job is None or job.launcher not in ("Open MPI", "PMIx") or not library.startswith("MPICH"):
         return
     if "pmix" not in text.lower():  # else it was configured to understand this one
         starter = "srun --mpi=pmix" if job.launcher == "PMIx" else "Open MPI's mpirun"
-        replacement = (
-            "srun --mpi=pmi2" if job.launcher == "PMIx" else "the mpirun of this environment"
-        )
+        replacement = "use srun --mpi=pmi2" if job.launcher == "PMIx" else advice()
         raise ConfigError(
-            f"[comm] {starter} started {job.size} processes, but the MPI library of mpi4py is "
-            f"{library}, which it cannot start; use {replacement}"
+            f"[comm] {starter} started {job.size} processes ({variables_of(job)}), but the MPI "
+            f"library of mpi4py is {library}, which it cannot start; {replacement}"
         ).on_all_ranks()

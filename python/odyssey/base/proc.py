@@ -47,3 +47,20 @@ def attach(pid: int, descriptor: int) -> tuple[int, int]:
     with contextlib.suppress(OSError, OverflowError):
         opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
     return handle, opened
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """Returns the variables that a process was started with. Raises OSError: it can't be seen."""
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        pairs = [os.fsdecode(entry).partition("=") for entry in file.read().split(b"\0") if entry]
+    return {name: value for name, _, value in pairs}
+
+
+def mpi_file(pid: int | str = "self") -> str:
+    """Returns the file of the MPI library that a process has loaded, "" if there is none."""
+    return loaded_file(("libmpi.", "libmpich.", "libmpi_abi."), pid)
+
+
+def loaded_file(names: tuple[str, ...], pid: int | str = "self") -> str:
+    """Returns a file that a process has mapped and whose name starts so, "" if there is none."""
+    return next((path for path in mapped(pid) if os.path.basename(path).startswith(names)), "")

@@ -19,9 +19,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ..base import install_packages, launcher
+from ..base import install_packages, launcher, mpi_programs
 from ..base import limits as machine
 from ..base.files import nearest
 from ..base.limits import MIB
@@ -31,8 +31,11 @@ from ..checkpoints.store import newest_bytes
 from ..comm import probe as probes
 from ..comm.cores import available_memory, core_mask, memory_limit
 from ..comm.probe import Probed, mpi_of, probe
-from ..errors import BuildError, ConfigError, OdysseyError, counted, printable
+from ..errors import BuildError, ConfigError, LaunchError, OdysseyError, counted, printable
 from ..train import preflight
+
+if TYPE_CHECKING:
+    from ..launch.starting import Starter
 
 OK = "ok"
 WARN = "warn"
@@ -83,7 +86,7 @@ def examine(plan: RunPlan) -> list[Check]:
             distributions,
             kernels,
             lambda: mpi(probe_answer()),
-            lambda: launching(shutil.which("mpirun"), probe_answer),
+            lambda: launchers(probe_answer),
             lambda: cores(plan.ranks, plan.threads),
             lambda: shared_memory(plan.ranks, machine.shared_memory(), mpi_of(probe_answer())),
             lambda: memory(plan.ranks, memory_limit(), available_memory()),
@@ -233,30 +236,52 @@ def mpi(probed: Probed) -> Check:
     return Check("mpi", OK, text)
 
 
-def launching(mpirun: str | None, probe_one_process: Callable[[], Probed]) -> Check:
+def launchers(probe_one_process: Callable[[], Probed]) -> list[Check]:
+    """Checks the mpirun that `odyssey launch` uses, and warns if the first one on PATH is of
+    another MPI: it can't start ranks.
+    """
+    from ..launch import LaunchConfig
+    from ..launch.starting import find_starter
+
+    try:
+        starter = find_starter(LaunchConfig(launcher="mpirun"), os.environ)
+    except LaunchError as problem:
+        reason, _, advice = _first_line(problem).rpartition("; ")
+        return [Check("mpirun", FAIL, reason, advice)]
+    checks = [launching(starter, probe_one_process)]
+    on_path = shutil.which("mpirun")
+    first = mpi_programs.identify(on_path) if on_path else None
+    if first is not None and first.kind and first.kind != starter.kind:
+        text = f"{on_path} is the first on PATH and of {first.version}, which starts no ranks here"
+        advice = f"use `odyssey launch`, or {starter.path}"
+        checks.append(Check("mpirun", WARN, text, advice))
+    return checks
+
+
+def launching(starter: Starter, probe_one_process: Callable[[], Probed]) -> Check:
     """Checks that this launcher starts ranks of the MPI library that mpi4py uses. With another
     library each rank is a world of one, or none starts. `probe_one_process` probes one process.
     """
-    beside = Path(sys.executable).parent / "mpirun"
-    instead = f"use {beside}" if beside.exists() else "pip install mpich, or load your site's MPI"
-    if mpirun is None:
-        return Check("mpirun", FAIL, "there is none on the PATH", instead)
+    from ..launch import LaunchConfig
+    from ..launch.starting import build_command
+
     count = 2
-    probed = probe([mpirun, "-n", str(count), sys.executable])
+    path = starter.path
+    probed = probe([*build_command(LaunchConfig(), starter, count, (), ()), sys.executable])
     sizes = [answer.get("size") for answer in probed.answers]
     if not probed.problem and sizes == [count] * count:
-        return Check("mpirun", OK, f"{mpirun}: {count} ranks see each other")
-    kind = probes.maker(mpirun)
+        return Check("mpirun", OK, f"{path}, {starter.version}: {count} ranks see each other")
     library = mpi_of(probe_one_process())
     if set(sizes) == {1}:
-        finding = f"{mpirun} starts {count} processes and each is a world of one"
+        finding = f"{path} starts {count} processes and each is a world of one"
     else:
-        finding = f"{mpirun} -n {count}: {probed.problem or 'not all ranks came'}"
+        finding = f"{path} -n {count}: {probed.problem or 'not all ranks came'}"
+    kind = next((name for name, kind in mpi_programs.KINDS.items() if kind == starter.kind), "")
     if kind and not library.startswith(kind):
         finding += f" (it is of {kind}, mpi4py uses {library})"
-    if str(beside) == mpirun:
+    if Path(path) == Path(sys.executable).parent / "mpirun":
         return Check("mpirun", FAIL, finding, "pip install mpi4py mpich again")
-    return Check("mpirun", FAIL, finding, instead)
+    return Check("mpirun", FAIL, finding, "load your site's MPI again, or pip install mpich")
 
 
 def reach(host: str) -> Check:
@@ -382,6 +407,11 @@ def cache() -> Check:
     if not os.access(nearest(directory), os.W_OK | os.X_OK):
         advice = "set ODYSSEY_CACHE_DIR; else a folder in /tmp is used"
         return Check("cache", WARN, f"{directory} cannot be written to", advice)
+    try:
+        build.refuse_noexec(directory)
+    except OSError as problem:
+        advice = "set ODYSSEY_CACHE_DIR to a place where programs may run"
+        return Check("cache", WARN, f"{directory}: {problem.strerror}", advice)
     return Check("cache", OK, str(directory))
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 
 from ..base import hooks, launcher, limits, registry
 from ..base.lazy import attach
@@ -27,6 +28,7 @@ from ..settings.recipes import BACKENDS
 from . import base
 from .base import Communicator, Request
 from .calls import DTYPES, ReduceOp, bfloat16
+from .meeting import announced
 
 __getattr__, _, _back_end_names = attach(  # what a back end of another folder is made of
     __name__,
@@ -145,6 +147,8 @@ def _pick() -> tuple[str, str]:
 
 def _detect_backend() -> tuple[str, str]:
     """(backend, why) of what the environment says."""
+    if line := launcher.leave_job_of_parent():
+        print(f"odyssey: {line}", file=sys.stderr)
     launch = launcher.launched()
     if launch is not None and launch.size > 1:
         return "mpi", f"{launch.launcher} started {launch.size} processes"
@@ -181,25 +185,32 @@ def _connect(backend: str) -> Communicator:
     if backend == "shm":
         over = world("gloo" if "gloo" in (_detect_backend()[0], *_worlds) else "mpi")
         return importlib.import_module(".shm", __name__).ShmCommunicator(over)
-    if backend not in _OVER_MPI:
-        return registry.load("backends", backend).connect()
     launch = launcher.launched()
+    if backend not in _OVER_MPI:
+        place = ":".join(os.environ.get(name, "?") for name in launcher.RENDEZVOUS[2:])
+        with announced(launcher.rendezvous() or launch, f"at {place}"):
+            return registry.load("backends", backend).connect()
     limits.before_mpi(launch)
     try:
-        importlib.import_module(".mpi", __name__)
+        with announced(launch, "in MPI_Init"):
+            importlib.import_module(".mpi", __name__)
     except (ImportError, RuntimeError) as e:
         raise ConfigError(
             f"[comm] MPI cannot be loaded ({e}); pip install mpi4py mpich, or load your site's MPI"
         ) from e
     comm = importlib.import_module(_OVER_MPI[backend], __name__).connect()
     if launch is not None and launch.size > 1 and comm.size == 1:
+        mpi = importlib.import_module(".mpi", __name__)
+        variables = launcher.variables_of(launch)
         advice = (
-            "the mpirun in use and the MPI library of mpi4py are different; use the mpirun of "
-            "this environment"
+            f"mpi4py loads {launcher.mpi_library(mpi.MPI.Get_library_version())}, and another MPI "
+            f"started it, or nothing did; {mpi.mpirun_advice()}, or unset what a job has left "
+            f"({variables})"
             if launch.mpi
             else "srun offers no PMI that MPI understands; use srun --mpi=pmi2 (MPICH) or "
             "--mpi=pmix (Open MPI), or "
-            "mpirun inside the job (and for one process alone, unset SLURM_STEP_NUM_TASKS)"
+            "mpirun inside the job (and for one process alone, unset SLURM_STEP_NUM_TASKS; "
+            f"{variables})"
         )
         raise ConfigError(
             f"[comm] the launcher started {launch.size} processes but each sees a world of one: "

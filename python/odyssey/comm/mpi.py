@@ -36,10 +36,18 @@ rc.finalize = rc.initialize if rc.finalize is None else rc.finalize
 rc.initialize = False
 from mpi4py import MPI  # noqa: E402
 
-from ..base import launcher  # noqa: E402
+from ..base import launcher, mpi_programs  # noqa: E402
+from ..base.proc import mpi_file  # noqa: E402
+
+
+def mpirun_advice() -> str:
+    """Returns what starts ranks with the MPI library of this process, for a message."""
+    library = launcher.mpi_library(MPI.Get_library_version())
+    return mpi_programs.advice(mpi_programs.Library(library, mpi_file()))
+
 
 if not MPI.Is_initialized():
-    launcher.check_library(launcher.launched(), MPI.Get_library_version())
+    launcher.check_library(launcher.launched(), MPI.Get_library_version(), mpirun_advice)
     MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level.upper()}"))
 _started = time.time_ns()
 

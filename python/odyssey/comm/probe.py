@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..base import launcher
+from ..base.variables import is_named
 from ..base.versions import versions
 from ..errors import printable
 
@@ -28,10 +29,6 @@ SSH = (
     *("-o", "StrictHostKeyChecking=yes", "--"),
 )
 SSH_FAILED = 255  # the exit code of ssh itself, not of the remote command
-
-# These variables tell a process that it is a rank of somebody's job. A probe is none.
-_OF_RANKS = ("PMI_", "PMIX_RANK", "PMIX_NAMESPACE", "PMIX_SERVER_", "OMPI_COMM_WORLD_", "HYDI_")
-_MAKERS = {"Open MPI": "Open MPI", "OpenRTE": "Open MPI", "HYDRA": "MPICH"}
 
 Completed = subprocess.CompletedProcess[str]
 
@@ -49,7 +46,9 @@ def run(words: Sequence[str], variables: Mapping[str, str] | None = None) -> Com
     Raises OSError: it cannot be started. subprocess.TimeoutExpired: it doesn't end.
     """
     environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)
+        name: value
+        for name, value in os.environ.items()
+        if not is_named(name, launcher.OF_RANKS)  # a probe is no rank
     }
     return subprocess.run(
         list(words),
@@ -89,14 +88,6 @@ def probe_host(host: str) -> Completed:
 def mpi_of(probed: Probed) -> str:
     """Returns the MPI library of a probe's first process; "no MPI" if there was none."""
     return str(probed.answers[0].get("MPI")) if probed.answers else "no MPI"
-
-
-def maker(mpirun: str) -> str:
-    """Returns "MPICH" or "Open MPI", whose launcher this is; "" if it doesn't say."""
-    output = ""
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        output = run([mpirun, "--version"]).stdout
-    return next((name for word, name in _MAKERS.items() if word in output), "")
 
 
 def answers_in(text: str) -> list[dict[str, Any]]:

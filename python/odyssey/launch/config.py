@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,8 +36,8 @@ class LaunchConfig:
         start_timeout: seconds in which all ranks must have been started.
         run_dir: the run's directory; default ./runs/DATE-TIME-NAME.
         hosts: machines; default this one, or those of the SLURM allocation.
-        launcher: "mpirun", "srun", or "auto": srun inside a SLURM allocation, else the mpirun of
-            this environment.
+        launcher: "mpirun": that of the MPI library which mpi4py loads; "srun"; the path of an
+            mpirun; or "auto": srun inside a SLURM allocation, else mpirun.
         elastic: fewest and most ranks that the run may go on with when a host is lost, a rank fails
             again and again, or `odyssey scale` asks; None: always as many.
         backoff: seconds before the second restart without progress; doubled for each further one,
@@ -101,10 +102,10 @@ class LaunchConfig:
             raise ConfigError(
                 f"[launch] master_port is {self.master_port!r}; a port from 1 to 65535 is allowed"
             )
-        if self.launcher not in LAUNCHERS:
+        if self.launcher not in LAUNCHERS and os.sep not in self.launcher:
             raise ConfigError(
                 f"[launch] launcher {self.launcher!r} is unknown; choose from "
-                f"{', '.join(LAUNCHERS)}"
+                f"{', '.join(LAUNCHERS)}, or use the path of an mpirun"
             )
         if self.backend not in BACKENDS:
             raise ConfigError(

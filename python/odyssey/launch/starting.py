@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NamedTuple
 
-from ..base import runs
-from ..base.launcher import free_port
+from ..base import mpi_programs, runs
+from ..base.launcher import OF_RANKS, free_port
 from ..base.variables import DECIDE_BITS, OTHER_ARITHMETIC, is_named
 from ..errors import ConfigError, LaunchError, printable
 from .config import LaunchConfig
@@ -36,12 +35,6 @@ ALLOWED = (
     "SSH_AUTH_SOCK KRB5CCNAME"
 ).split() + DECIDE_BITS
 
-# These tell a process that it is a rank of somebody's job, and would mislead the ranks of ours.
-FOREIGN = (
-    "PMI_RANK PMI_SIZE PMI_FD PMI_PORT PMI_ID PMI_HOSTNAME HYDI_CONTROL_FD PMIX_RANK "
-    "PMIX_NAMESPACE OMPI_COMM_WORLD_* PMIX_SERVER_*"
-).split()
-
 SECRET = "SLURM_JWT SLURM_SACK_KEY SLURM_SACK_JWKS".split()  # credentials among what ALLOWED names
 
 _INTERPRETERS = ("python", "python3")
@@ -58,66 +51,70 @@ class Starter(NamedTuple):
     version: str
     mpi: str
 
+    @property
+    def has_orte(self) -> bool:
+        """Returns whether this is Open MPI before 5, whose mpirun has other parameters."""
+        return self.version.startswith(("Open MPI 3", "Open MPI 4"))
+
 
 def find_starter(config: LaunchConfig, environment: Mapping[str, str]) -> Starter:
     """Returns the launcher to use.
 
-    That is srun inside a SLURM allocation, otherwise the mpirun next to this Python, otherwise the
-    mpirun on PATH.
+    That is srun inside a SLURM allocation, otherwise the mpirun of the MPI library that mpi4py
+    loads, or the one that `config` names.
 
     Raises:
-        LaunchError: there is no launcher, it does not answer, or srun was requested outside of an
-            allocation.
+        LaunchError: there is no launcher, it does not answer, it is of another MPI, or srun was
+            requested outside of an allocation.
     """
-    beside = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', os.defpath)}"
     inside = bool(environment.get("SLURM_JOB_ID"))
     if config.launcher == "srun" and not inside:
         raise LaunchError(
             "[launch] --launcher srun outside of a SLURM allocation; use it in a job (sbatch, "
             "salloc)"
         )
-    mpirun = shutil.which("mpirun", path=beside)
-    kind, version = _identify_mpirun(mpirun, environment) if mpirun else ("", "")
+    library = mpi_programs.loaded_library(environment)
     if config.launcher == "srun" or (config.launcher == "auto" and inside and not config.hosts):
-        srun = shutil.which("srun", path=beside)
+        srun = shutil.which("srun", path=environment.get("PATH", os.defpath))
         if srun is None:
             problem = "this is a SLURM allocation, but there is no srun on PATH"
             raise LaunchError(f"[launch] {problem}; use --launcher mpirun")
-        return Starter("srun", srun, f"srun, {version or 'MPICH'}", kind or "mpich")
-    if mpirun is None:
-        raise LaunchError(
-            "[launch] there is no mpirun beside this Python or on PATH; pip install mpich, or "
-            "load MPI"
+        name, kind = (library.name, library.kind) if library else ("", "")
+        return Starter("srun", srun, f"srun, {name or 'MPICH'}", kind or mpi_programs.MPICH)
+    if os.sep in config.launcher:
+        mpirun = mpi_programs.identify(config.launcher, environment)
+        problem = describe_misfit(library, [mpirun])
+        if not mpirun.kind or not mpirun.starts(library):
+            raise LaunchError(f"[launch] {problem}; use --launcher mpirun, or another path")
+        return Starter(mpirun.kind, mpirun.path, mpirun.version, mpirun.kind)
+    chosen, unusable = mpi_programs.find_mpirun(library, environment)
+    if chosen is None:
+        raise LaunchError(f"[launch] {describe_misfit(library, unusable)}; {find_advice(library)}")
+    return Starter(chosen.kind, chosen.path, chosen.version, chosen.kind)
+
+
+def describe_misfit(
+    library: mpi_programs.Library | None, programs: Sequence[mpi_programs.Mpirun]
+) -> str:
+    """Returns why none of these programs starts ranks with this library, in words."""
+    if not programs:
+        of = f" of {library.name}, which mpi4py loads" if library and library.kind else ""
+        return f"there is no mpirun{of} beside this Python or on PATH"
+    first = programs[0]
+    if not first.kind:
+        return (
+            f"{first.path} is neither MPICH's nor Open MPI's mpirun; those are supported (and srun)"
         )
-    return Starter(kind, mpirun, version, kind)
+    name = library.name if library else "another MPI"
+    place = f" ({library.path})" if library and library.path else ""
+    return f"{first.path} is of {first.version}, and mpi4py loads {name}{place}"
 
 
-def _identify_mpirun(mpirun: str, environment: Mapping[str, str]) -> tuple[str, str]:
-    """Returns the kind ("mpich" or "openmpi") and the version of an mpirun.
-
-    Raises:
-        LaunchError: it does not answer, or is of another library.
-    """
-    options = {
-        "stdin": subprocess.DEVNULL,
-        "capture_output": True,
-        "text": True,
-        "errors": "replace",
-        "timeout": 30,
-    }
-    try:
-        output = subprocess.run([mpirun, "--version"], env=dict(environment), **options).stdout
-    except (OSError, subprocess.TimeoutExpired) as problem:
-        raise LaunchError(f"[launch] {mpirun} --version does not answer: {problem}") from problem
-    lines = [line.strip() for line in output.splitlines()]
-    if lines and "Open MPI" in lines[0]:
-        return "openmpi", "Open MPI " + lines[0].split()[-1]
-    for line in lines:
-        if line.startswith("Version:"):
-            return "mpich", "MPICH " + line.split()[-1]
-    raise LaunchError(
-        f"[launch] {mpirun} is neither MPICH's nor Open MPI's; those are supported (and srun)"
-    )
+def find_advice(library: mpi_programs.Library | None) -> str:
+    """Returns what to do without an mpirun of this library."""
+    if library is None or library.kind == mpi_programs.MPICH:
+        return "pip install mpich, or load MPI"
+    return f"put the mpirun of {library.name} on PATH, or use --launcher PATH"
 
 
 def build_environment(
@@ -162,6 +159,8 @@ def build_environment(
         out.setdefault("HYDRA_LAUNCHER_EXTRA_ARGS", _SSH)
     if starter.kind == "openmpi" and not any(n.startswith("PRTE_MCA_plm_ssh") for n in out):
         out.setdefault("PRTE_MCA_plm_ssh_args", _SSH)
+    if starter.has_orte:
+        out.setdefault("OMPI_MCA_plm_rsh_args", _SSH)
     if config.bind_if is not None:
         out.setdefault("FI_TCP_IFACE", config.bind_if)
         out.setdefault("UCX_NET_DEVICES", config.bind_if)
@@ -176,7 +175,7 @@ def _is_allowed(name: str, extra_names: Sequence[str]) -> bool:
     """Returns True if ranks get this variable. extra_names: those that --env allows."""
     if name in extra_names:
         return True
-    return is_named(name, ALLOWED) and not is_named(name, FOREIGN) and name not in SECRET
+    return is_named(name, ALLOWED) and not is_named(name, OF_RANKS) and name not in SECRET
 
 
 def build_command(
@@ -205,14 +204,10 @@ def build_command(
         out += ["--oversubscribe", "--bind-to", "none"]
         out += ["--host", hosts] if layout else []
         if config.bind_if is not None:
-            out += [
-                "--prtemca",
-                "prte_if_include",
-                config.bind_if,
-                "--mca",
-                "btl_tcp_if_include",
-                config.bind_if,
-            ]
+            control = ["--prtemca", "prte_if_include"]
+            if starter.has_orte:
+                control = ["--mca", "oob_tcp_if_include"]
+            out += [*control, config.bind_if, "--mca", "btl_tcp_if_include", config.bind_if]
         for name in exported if layout else ():
             out += ["-x", name]
         return [*out, "-n", str(ranks)]
