@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -307,9 +308,32 @@ def test_unwritable_cache_falls_back_to_a_private_directory_and_says_so(tree, un
     path = build.library_path()
     assert path.is_relative_to(unwritable)
     assert unwritable.stat().st_mode & 0o777 == 0o700
-    assert "cannot be written" in capfd.readouterr().err.splitlines()[0]
+    assert "cannot be used" in capfd.readouterr().err.splitlines()[0]
     assert build.library_path() == path
     assert capfd.readouterr().err == ""
+
+
+def test_a_cache_where_no_program_may_run_is_not_used(tree, tmp_path, monkeypatch, capfd):
+    """A library on a file system with noexec can't be loaded, though it can be written."""
+    monkeypatch.setenv("ODYSSEY_CACHE_DIR", str(tmp_path / "shared" / "cache"))
+    mounted = [tmp_path / "shared"]
+    (tmp_path / "shared").mkdir()
+    statvfs = os.statvfs
+
+    def with_noexec(path):
+        inside = any(place in (Path(path), *Path(path).parents) for place in mounted)
+        flag = os.ST_NOEXEC if inside else statvfs(path).f_flag & ~os.ST_NOEXEC
+        return types.SimpleNamespace(f_flag=flag)
+
+    monkeypatch.setattr(os, "statvfs", with_noexec)
+    path = build.library_path()
+    assert path.is_relative_to(tmp_path / "tmp" / f"odyssey-{os.getuid()}")
+    assert "(its file system is mounted with noexec); the kernels are kept in" in (
+        capfd.readouterr().err
+    )
+    mounted.append(tmp_path / "tmp")
+    with pytest.raises(BuildError, match="can be used .its file system is mounted with noexec"):
+        build.library_path()
 
 
 def test_a_fallback_that_others_can_write_is_refused(tree, unwritable):

@@ -114,16 +114,17 @@ def test_nothing_there_is_no_error(tmp_path):
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_files_and_directories_are_for_their_owner_only(tmp_path):
-    old = os.umask(0)
+@pytest.mark.parametrize(("mask", "file_mode", "mode"), [(0, 0o664, 0o775), (0o27, 0o640, 0o750)])
+def test_files_and_directories_follow_the_umask(tmp_path, mask, file_mode, mode):
+    old = os.umask(mask)
     try:
         with Store(tmp_path / "c") as store:
             path = store.save(snapshot())
     finally:
         os.umask(old)
     modes = {one.name: stat.S_IMODE(one.stat().st_mode) for one in path.iterdir()}
-    assert set(modes.values()) == {0o600}
-    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert set(modes.values()) == {file_mode}
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(path.parent.stat().st_mode) == mode
 
 
 # --- keep -----------------------------------------------------------------------------------------

@@ -61,17 +61,21 @@ def test_the_command_line_escapes_what_a_user_or_a_file_named(tmp_path):
     assert done.stderr.count("\n") == 1 and "\x1b" not in done.stderr
 
 
-def test_a_directory_is_made_for_its_owner_only(tmp_path):
-    before = os.umask(0)
+@pytest.mark.parametrize(
+    ("mask", "folder_mode", "file_mode"),
+    [(0o022, 0o755, 0o644), (0o027, 0o750, 0o640), (0o002, 0o775, 0o664), (0o077, 0o700, 0o600)],
+)
+def test_directories_and_files_follow_the_umask(tmp_path, mask, folder_mode, file_mode):
+    before = os.umask(mask)
     try:
         assert private_directory(tmp_path / "runs" / "a b\n7") == tmp_path / "runs" / "a b\n7"
+        write_whole(tmp_path / "runs" / "x.json", lambda file: file.write(b"{}"))
     finally:
         os.umask(before)
     for path in (tmp_path / "runs", tmp_path / "runs" / "a b\n7"):
-        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+        assert stat.S_IMODE(path.stat().st_mode) == folder_mode
     private_directory(tmp_path / "runs")  # that is there already
-    write_whole(tmp_path / "runs" / "x.json", lambda file: file.write(b"{}"))
-    assert stat.S_IMODE((tmp_path / "runs" / "x.json").stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "runs" / "x.json").stat().st_mode) == file_mode
 
 
 def test_a_file_is_there_whole_or_as_it_was(tmp_path):
@@ -153,8 +157,9 @@ def test_a_message_that_has_lines_keeps_them(capsys):
 
 
 @pytest.mark.parametrize("supervised", [False, True])
-def test_what_a_run_leaves_is_for_its_owner_alone(launch, supervised):
-    """Whatever the umask: checkpoints, logs, steps, the secret of its watchers (S11)."""
+@pytest.mark.parametrize("mask", ["0", "027"])
+def test_what_a_run_leaves_follows_the_umask(launch, supervised, mask):
+    """Checkpoints, logs, steps: the group may share them, and never everybody writes to them."""
     run = launch.folder / "runs" / "one"
     train = [
         "--steps",
@@ -181,11 +186,14 @@ def test_what_a_run_leaves_is_for_its_owner_alone(launch, supervised):
             "train",
             *train,
         ]
-    done = launch("sh", "-c", 'umask 0; exec "$@"', "sh", *words, timeout=120)
+    done = launch("sh", "-c", f'umask {mask}; exec "$@"', "sh", *words, timeout=120)
     assert done.returncode == 0, done.stderr
     left = [run.parent, run, *run.rglob("*")]
     assert any(path.name.startswith("step_") for path in left) and (run / "DONE.json").exists()
-    assert [str(path) for path in left if stat.S_IMODE(path.lstat().st_mode) & 0o077] == []
+    modes = {str(path): stat.S_IMODE(path.lstat().st_mode) for path in left}
+    shared = 0o060 if mask == "0" else 0o040
+    assert {path for path, mode in modes.items() if mode & 0o070 & shared != shared} == set()
+    assert {path for path, mode in modes.items() if mode & (0o002 | int(mask, 8))} == set()
 
 
 def test_a_child_that_lives_on_does_not_hold_its_parents_lock(tmp_path):

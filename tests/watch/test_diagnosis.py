@@ -66,6 +66,15 @@ def test_slow_phases_may_take_longer():
     assert diagnosis.find_hang(ranks(waiting(0, 601), slow._replace(idle=601)), 2, 100) is None
 
 
+def test_a_callback_of_rank_0_may_take_ten_times_as_long():
+    for rank, most in ((0, 30), (1, 3)):
+        callback = busy(rank, idle=most - 0.1, phase="callback", doing="callback")
+        waits = waiting(1 - rank, 40)
+        assert diagnosis.find_hang(ranks(waits, callback), 2, 3) is None
+        found = diagnosis.find_hang(ranks(waits, callback._replace(idle=most + 0.1)), 2, 3)
+        assert found.culprits == (rank,)
+
+
 def test_who_the_rank_itself_misses_counts_more_than_who_is_elsewhere():
     found = diagnosis.find_hang(ranks(waiting(0, missing="2"), busy(1), busy(2)), 3, 3)
     assert found.culprits == (2,)

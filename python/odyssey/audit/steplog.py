@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..base.files import FILE_MODE, make_directories
 from ..base.paths import expand_path
 from ..errors import DataError, OutputError
 
@@ -141,10 +142,10 @@ class StepLog:
         # the newest of the steps that may be taken again
         self._earlier: dict[int, StepRecord] | None = None
         try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_directories(self.path.parent)
             self._existing, length = self._read_existing()
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._file = os.open(self.path, flags, 0o600)
+            self._file = os.open(self.path, flags, FILE_MODE)
             os.ftruncate(self._file, length)
         except OSError as problem:
             raise OutputError(

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from ..errors import LINE, CollectiveError, OdysseyError, printable
 from . import launcher, runs, slot
-from .files import wait_until_read, write_json
+from .files import make_directories, wait_until_read, write_json
 from .hooks import connect, end_alone, show_errors, worlds
 
 DEFECT = 70
@@ -439,7 +439,7 @@ def record(code: int, reason: str, *, following: bool = False) -> None:
         following=following,
     )
     with contextlib.suppress(OSError):
-        run.ends.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directories(run.ends)
         write_json(run.ends / f"{status.rank}.reason.json", value)
 
 

@@ -26,6 +26,10 @@ JSON_LIMIT = 16 << 20  # bytes; a longer one is refused before it is read
 DEPTH = 32  # of nested lists and objects
 NO_DIRECTORY = "the current directory has been removed; change to one that is there (cd)"
 DIGITS = 20  # of an integer, its sign included: 64 bits
+# Permissions of what a run leaves, less the umask: a group may share it, and never everybody
+# writes to it. Files that hold secrets have another mode.
+FILE_MODE = 0o664
+DIRECTORY_MODE = 0o775
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)
 _NO_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 # of renameat2, Linux
@@ -42,7 +46,7 @@ def current_directory() -> str:
 
 
 def write_whole(
-    path: Path, write: Callable[[BinaryIO], Any], mode: int = 0o600, durable: bool = True
+    path: Path, write: Callable[[BinaryIO], Any], mode: int = FILE_MODE, durable: bool = True
 ) -> None:
     """Lets `write` fill a file aside, then puts it in place of `path`.
 
@@ -114,7 +118,7 @@ class LockFile:
         """Opens the file. Raises OSError: it cannot be, or is a symbolic link."""
         self.path = path
         self._pid = os.getpid()
-        self.descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self.descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
         _open_lock_files.add(self)
 
     def take(self, kind: int = fcntl.LOCK_EX) -> bool | None:
@@ -191,9 +195,19 @@ def nearest(path: str | os.PathLike[str]) -> Path:
     return place
 
 
+def make_directories(path: Path) -> None:
+    """Makes a directory and those above it where they are missing, each with DIRECTORY_MODE less
+    the umask. Raises OSError.
+    """
+    missing = itertools.takewhile(lambda place: not os.path.lexists(place), (path, *path.parents))
+    for place in reversed([*missing]):
+        with contextlib.suppress(FileExistsError):  # another process makes the same
+            os.mkdir(place, DIRECTORY_MODE)
+
+
 def private_directory(path: Path) -> Path:
-    """A directory for what a run leaves, made (mode 0700, also those above it) where it is not
-    there yet.
+    """A directory for what a run leaves, made where it is not there yet, also those above it.
+    Its mode is DIRECTORY_MODE less the umask.
 
     One that is there is used as it is, unless everybody may write to it and it is another user's:
     whoever can put files there decides what a run resumes from. Raises OutputError: it cannot be
@@ -201,12 +215,7 @@ def private_directory(path: Path) -> Path:
     """
     path = Path(path)
     try:
-        missing = itertools.takewhile(
-            lambda place: not os.path.lexists(place), (path, *path.parents)
-        )
-        for place in reversed([*missing]):
-            with contextlib.suppress(FileExistsError):  # another process makes the same
-                os.mkdir(place, 0o700)
+        make_directories(path)
         os.scandir(path).close()  # that it is a directory, and can be read
         status = os.stat(path)
     except (OSError, ValueError) as problem:

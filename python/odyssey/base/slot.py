@@ -39,7 +39,17 @@ MAGIC = int.from_bytes(b"odyslot1", "little")
 
 #: What a rank does. "wait" is never set: `begin_wait` and `end_wait` count the time between them
 #: for it, and not for the phase around them.
-PHASES = ("start", "compile", "data", "compute", "wait", "evaluate", "checkpoint", "end")
+PHASES = (
+    "start",
+    "compile",
+    "data",
+    "compute",
+    "wait",
+    "evaluate",
+    "checkpoint",
+    "callback",
+    "end",
+)
 CODES = {name: code for code, name in enumerate(PHASES)}
 WAIT = CODES["wait"]
 # phases that may take long without any sign of life
@@ -294,7 +304,7 @@ def busy_nanoseconds() -> int:
     Times of waiting are not included.
     """
     numbers = _numbers
-    busy_codes = [CODES[name] for name in ("start", "data", "compute")]
+    busy_codes = [CODES[name] for name in ("start", "data", "compute", "callback")]
     total_ns = sum(numbers[_TIMES + code] for code in busy_codes)
     if numbers[_PHASE] in busy_codes and not numbers[_WAITING]:
         total_ns += _now_ns() - numbers[_SINCE]  # the present phase, which is not added up yet

@@ -23,10 +23,11 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base import registry
+from ..base import registry, slot
 from ..checkpoints.trainable import Cursor, History, Saving, Step, Tally, Trainable
 from ..core.random_scopes import scope
 from ..errors import ConfigError
@@ -92,18 +93,30 @@ class Context:
         """Calls a method of all callbacks, in their order.
 
         Callbacks of the user's own code may draw from the generators of the process. So each call
-        is in a scope of random numbers, which depend on the callback, the event and the step.
+        is in a scope of random numbers, which depend on the callback, the event and the step. The
+        watcher of the ranks is told that this is a callback, which may take long.
         """
         for callback in self.callbacks:
             self.asking = callback
             method = getattr(callback, event)
             is_inherited = getattr(method, "__func__", None) is getattr(Callback, event)
-            if callback.own_code and not is_inherited and not self.trainer.comm.in_threads:
-                place = next((n for n, one in enumerate(self.given) if one is callback), -1)
-                with scope(self.trainer.seed, "callback", place, event, self.trainer.steps):
-                    method(self)
-            else:
+            place = next((n for n, one in enumerate(self.given) if one is callback), -1)
+            is_given = place >= 0 or callback.own_code
+            if is_inherited or self.trainer.comm.in_threads or not is_given:
                 method(self)
+                continue
+            previous_phase = slot.phase("callback")
+            try:
+                with self._scope_of(callback, place, event):
+                    method(self)
+            finally:
+                slot.phase(previous_phase)
+
+    def _scope_of(self, callback: Callback, place: int, event: str) -> AbstractContextManager[None]:
+        """Returns the scope of random numbers of a callback's event."""
+        if not callback.own_code:
+            return nullcontext()
+        return scope(self.trainer.seed, "callback", place, event, self.trainer.steps)
 
     @property
     def epoch(self) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..base.files import exchange, sync_directory
+from ..base.files import DIRECTORY_MODE, FILE_MODE, exchange, sync_directory
 from ..errors import OutputError, printable
 from . import manifest
 from .header import make_header
@@ -90,7 +90,7 @@ def make_temporary_directory(folder: Path, aside: Aside) -> Path:
     # The name has our attempt, host and PID: it is left of a save of ours that could not clean up.
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(temporary)
-    os.mkdir(temporary, 0o700)
+    os.mkdir(temporary, DIRECTORY_MODE)
     return temporary
 
 
@@ -207,7 +207,7 @@ def _write_pieces(path: Path, parts: Iterable[memoryview]) -> None:
     """
     try:
         descriptor = os.open(
-            path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+            path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE
         )
         with open(descriptor, "wb", buffering=0) as file:
             for part in parts:

@@ -23,6 +23,7 @@ Environment: `ODYSSEY_KERNELS` (a prebuilt library, or the directory it is in), 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -325,19 +326,21 @@ def _open_shipped(root: Path, inputs: BuildInputs) -> Opened | None:
 def _open_cached_or_compile(inputs: BuildInputs) -> Opened:
     """Returns the library from the cache, or compiles it.
 
-    If the cache directory cannot be written, a temporary directory of the user is the cache.
+    If the cache directory cannot be written, or no program there may run, a temporary directory of
+    the user is the cache.
     """
     cache = cache_dir()
-    if (library := _open_undamaged(cache, inputs)) is not None:
-        return library
     try:
+        refuse_noexec(cache)
+        if (library := _open_undamaged(cache, inputs)) is not None:
+            return library
         _make_writable(cache / "kernels")
     except OSError as problem:
         reason = problem.strerror or problem
         fallback = _make_temporary_cache(cache)
         if (library := _open_undamaged(fallback, inputs)) is not None:
             return library
-        _print_line(f"{cache} cannot be written ({reason}); the kernels are kept in {fallback}")
+        _print_line(f"{cache} cannot be used ({reason}); the kernels are kept in {fallback}")
         cache = fallback
     previous_phase = slot.phase("compile")
     try:
@@ -427,6 +430,16 @@ def _foreign_error(path: Path, reason: str) -> BuildError:
     )
 
 
+def refuse_noexec(directory: Path) -> None:
+    """Raises OSError if the file system of a directory, or of where it would be, is mounted with
+    noexec: a library there can't be loaded.
+    """
+    place = files.nearest(directory)
+    with contextlib.suppress(FileNotFoundError):  # a link to nowhere
+        if os.statvfs(place).f_flag & getattr(os, "ST_NOEXEC", 0):
+            raise OSError(errno.EACCES, "its file system is mounted with noexec")
+
+
 def _make_writable(directory: Path) -> None:
     """Creates a directory and its parents if they are missing, writable only for this user.
 
@@ -453,20 +466,19 @@ def _make_temporary_cache(instead_of: Path) -> Path:
     import tempfile
 
     path = Path(tempfile.gettempdir()) / f"odyssey-{os.getuid()}"
-    advice = "set ODYSSEY_CACHE_DIR to a directory that can be written"
+    advice = "set ODYSSEY_CACHE_DIR to a directory that can be written, where programs may run"
     try:
+        refuse_noexec(path)
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
         status = path.lstat()
         others_have_access = status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or others_have_access:
-            reason = (
-                f"{instead_of} cannot be written, and {path} is not this user's alone (mode 0700)"
-            )
+            reason = f"{instead_of} cannot be used, and {path} is not this user's alone (mode 0700)"
             raise BuildError(f"[build] {reason}; {advice}")
         _make_writable(path / "kernels")
     except OSError as problem:
-        reason = f"neither {instead_of} nor {path} can be written ({problem.strerror})"
+        reason = f"neither {instead_of} nor {path} can be used ({problem.strerror})"
         raise BuildError(f"[build] {reason}; {advice}") from problem
     return path
 

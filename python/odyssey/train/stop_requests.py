@@ -62,6 +62,7 @@ class Requests(Callback):
         self._reason = ""
         self._requested_at = 0.0
         self._previous_handlers: dict[int, Any] = {}
+        self._raised: BaseException | None = None  # by a handler of the program
         self._steps_left = self._every = 1
         self._since = time.monotonic()
         self.synced = False  # whether ranks talked after the last step
@@ -82,19 +83,35 @@ class Requests(Callback):
             )
 
     def on_fit_end(self, context: Context) -> None:
+        """Puts the program's handlers back, and raises what one of them has raised."""
         for number in list(self._previous_handlers):
             signal.signal(number, self._previous_handlers.pop(number))
+        error = self._raised
+        self._raised = None
+        if error is not None:
+            raise error
 
-    def _take_signal(self, number: int, _: FrameType | None) -> None:
-        """Notes a signal as a request. A later SIGINT is sent again with its former effect."""
+    def _take_signal(self, number: int, frame: FrameType | None) -> None:
+        """Notes a signal as a request, and calls the program's own handler of it.
+
+        A later SIGINT is sent again with its former effect. What a handler raises, such as the
+        SystemExit of `sys.exit`, is raised when the last checkpoint is written: other ranks wait
+        for this one until then.
+        """
+        late = self._request and time.monotonic() - self._requested_at > NEW_REQUEST_AFTER_S
+        if number == signal.SIGINT and late:
+            signal.signal(number, self._previous_handlers.pop(number, signal.SIG_DFL))
+            os.kill(os.getpid(), number)
+            return
         if not self._request:
             self._request = number
             self._requested_at = time.monotonic()
-        elif (
-            number == signal.SIGINT and time.monotonic() - self._requested_at > NEW_REQUEST_AFTER_S
-        ):
-            signal.signal(number, self._previous_handlers.pop(number, signal.SIG_DFL))
-            os.kill(os.getpid(), number)
+        handler = self._previous_handlers.get(number)
+        if callable(handler) and handler is not signal.default_int_handler:
+            try:
+                handler(number, frame)
+            except BaseException as error:
+                self._raised = error
 
     def on_step_end(self, context: Context) -> None:
         self._collect_wishes(context)

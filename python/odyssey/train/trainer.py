@@ -436,7 +436,7 @@ class DistributedTrainer(Trainer):
     def evaluate(self, loader: Any) -> Evaluation:
         """Mean loss and metrics over a data set or loader, dropout off."""
         self.mode.settle()
-        slot.phase("evaluate")
+        previous_phase = slot.phase("evaluate")
         engine = self.stepper.evaluation_engine
         engine.programs.refresh()
         self.feed.check_samples(loader, "validation", self.context)
@@ -462,7 +462,7 @@ class DistributedTrainer(Trainer):
         with self.feed.without_trace(loader, self.context):
             batches = iter(evaluated(loader, self.feed.part(training=False)))
             evaluation = self._evaluation(engine.ahead(batches), sums, whole_set, compared_data)
-        slot.phase("compute")
+        slot.phase(previous_phase)
         return evaluation
 
     def predict(self, loader: Any) -> Any:

@@ -39,6 +39,7 @@ from ..settings.declarations import Training, check, explain_keywords
 from . import agreement, checkpoint_parts, resume
 from .arithmetic import Arithmetic
 from .feed import BatchFeed
+from .former_trainers import collect_before
 from .loop import FitOptions, Loop, check_callbacks
 from .numerics import NonFinite
 from .rank_checks import RankChecks
@@ -86,6 +87,7 @@ class Trainer:
 
     def __init__(self, settings: Training, comm: Communicator, progress: Any) -> None:
         """Sets what is alike in every trainer, from its settings."""
+        collect_before(self)
         self.settings = settings
         self.comm = comm
         self.mode = Mode(self)

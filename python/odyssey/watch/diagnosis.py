@@ -14,6 +14,7 @@ from ..base.slot import SLOW, format_ranks, parse_ranks
 
 # a slow phase may take so many times the watchdog's time, and at least so many seconds
 LONG = 10, 600.0
+CALLBACK = 10  # a callback of rank 0 may take so many times the watchdog's time
 BUSY = 0.1  # of a core: who uses more than that computes, and does not sleep
 STRAGGLER = 1.8  # times the median of own time per step
 WINDOW = 20  # steps over which own time is measured
@@ -119,14 +120,18 @@ def allowance(rank: Seen, limit: float, preparing: bool = False) -> float:
     """How long this rank may show no sign of life while others wait for it. preparing: nobody
     has said what the limit is to be. Then a rank that has not completed a step may take long
     in what a program does before it trains, such as `if rank == 0: prepare_data()`: while it
-    computes there, or a trainer has begun with its first step.
+    computes there, or a trainer has begun with its first step. A callback of rank 0 has CALLBACK
+    times the limit.
     """
     if rank.waits or rank.ended or not rank.alive:
         return limit
     slow = rank.phase in SLOW
     if preparing and not rank.step and rank.state not in ("T", "t"):
         slow |= rank.busy > BUSY or rank.phase in ("data", "evaluate")
-    return max(LONG[0] * limit, LONG[1]) if slow else limit
+    if slow:
+        return max(LONG[0] * limit, LONG[1])
+    # Rank 0 draws pictures, samples and exports, and the others wait for it.
+    return CALLBACK * limit if rank.phase == "callback" and rank.rank == 0 else limit
 
 
 def find_awaited(rank: Seen, ranks: Mapping[int, Seen], world: int) -> list[int]:

@@ -22,6 +22,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 # -I: the package is found by its place alone, and its own __init__.py does not run
@@ -30,9 +31,12 @@ if __name__ == "__main__":
     sys.modules["odyssey"].__path__ = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
 
 from odyssey.base import runs  # noqa: E402
+from odyssey.base.files import FILE_MODE, read_json  # noqa: E402
+from odyssey.errors import DataError  # noqa: E402
 from odyssey.watch import diagnosis, messages, watcher_output
 from odyssey.watch.rank_process import WatchedRank  # noqa: E402
 
+SECRET_MODE = 0o600  # of the file that opens the connection of the watchers
 TICK = 0.25  # seconds between looks
 BEAT = 0.5  # seconds between messages of machines
 HUNG = 77
@@ -353,10 +357,21 @@ class Watcher:
         )
         # before the words: a launcher waits for these
         self._write_reason(first.rank, code, f"{cause}, {doing}", number)
-        self._say(f"odyssey: [watch] {subject} {cause}{last}; all ranks are ended\n")
+        if not self._asked_to_stop():  # the launcher then says what has ended the ranks
+            self._say(f"odyssey: [watch] {subject} {cause}{last}; all ranks are ended\n")
         self.ending = now_s + GRACE  # as a rule the launcher ends them before
         if self.up is not None:
             self._tell(self.up, {"down": code or DEFECT})
+
+    def _asked_to_stop(self) -> bool:
+        """Returns whether the launcher was asked to end the ranks, by a signal."""
+        request = None
+        with contextlib.suppress(DataError):
+            if self.run_dir:
+                request = read_json(Path(self.run_dir, "control.json"))
+        if not isinstance(request, dict) or request.get("attempt") != self.attempt:
+            return False
+        return str(request.get("stop")).startswith("SIG")
 
     def _end(self, code: int, avoid: set[int]) -> None:
         """Ends the job: by a rank that can, here or elsewhere; who is left is killed."""
@@ -411,9 +426,9 @@ class Watcher:
                 self.writer.put(functools.partial(watcher_output.remove, path, **identity))
         self.writer.drain(WORDS_S)
 
-    def _write(self, name: str, value: Any) -> None:
+    def _write(self, name: str, value: Any, mode: int = FILE_MODE) -> None:
         path = os.path.join(self.run_dir, name)
-        self.writer.put(lambda: watcher_output.write(path, json.dumps(value) + "\n"))
+        self.writer.put(lambda: watcher_output.write(path, json.dumps(value) + "\n", mode))
 
     def _write_heartbeat(self) -> None:
         ranks = [
@@ -429,7 +444,8 @@ class Watcher:
         if self.main and self.run_dir:
             secret = self.secret.hex() if self.address else ""
             identity = {"host": self.host, "pid": self.pid, "attempt": self.attempt}
-            self._write("watch.json", {**identity, "address": self.address, "secret": secret})
+            content = {**identity, "address": self.address, "secret": secret}
+            self._write("watch.json", content, SECRET_MODE if secret else FILE_MODE)
 
     def _write_reason(
         self, rank: int, code: int | None, reason: str, number: int | None = None
@@ -634,8 +650,6 @@ def brief(status: diagnosis.Seen) -> dict[str, Any]:
 
 def main() -> None:
     """Reads the settings and watches."""
-    # The watcher may be the first to create the run directory: what a run leaves is its owner's.
-    os.umask(0o077)
     for number in (
         signal.SIGINT,
         signal.SIGTERM,

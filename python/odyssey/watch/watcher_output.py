@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..base.files import read_json, wait_until_read, write_whole
+from ..base.files import FILE_MODE, make_directories, read_json, wait_until_read, write_whole
 from ..errors import DataError
 
 QUEUE = 64  # what waits to be written; more is left out
@@ -73,12 +73,15 @@ def say(text: str) -> None:
         wait_until_read(2)
 
 
-def write(path: str, text: str) -> bool:
-    """Writes a file of this user alone, whole or not at all; whether it could be."""
+def write(path: str, text: str, mode: int = FILE_MODE) -> bool:
+    """Writes a file, whole or not at all, and returns whether it could be written.
+
+    mode: its permissions, less the umask.
+    """
     with contextlib.suppress(OSError):
-        os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)
+        make_directories(Path(path).absolute().parent)
         write_whole(
-            Path(path), lambda file: file.write(text.encode(errors="replace")), durable=False
+            Path(path), lambda file: file.write(text.encode(errors="replace")), mode, durable=False
         )
         return True
     return False
