@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import types
+import sys
 
 import pytest
 
-from odyssey.base import runs
+from odyssey.base import launcher, runs
 from odyssey.cli.commands import train
 from odyssey.settings.declarations import SECTIONS, Settings, declared
 from odyssey.settings.recipes import OPTIMIZERS, RECIPES, SCHEDULES
@@ -119,7 +119,7 @@ def test_early_stopping_reaches_fit_and_keeps_the_best_where_there_are_checkpoin
 
 def test_options_reach_the_trainer(odyssey_command, fake):
     done = odyssey_command(
-        *"train --model mlp -n 2 --threads 3 --reduction mpi --execution eager --device cpu "
+        *"train --model mlp --num-gpus 2 --threads 3 --reduction mpi --execution eager --device cpu "
         "--shard-size 16".split(),
         *"--seed 7 --optimizer adamw --lr 0.002 --schedule constant --warmup-steps 5 "
         "--no-progress".split(),
@@ -304,7 +304,7 @@ def test_a_started_rank_leaves_what_is_the_launcher_s(
     before the file.
     """
     monkeypatch.setattr(
-        train.launchers, "launched", lambda: types.SimpleNamespace(size=2, mpi=False)
+        train.launchers, "launched", lambda: launcher.Launched("srun", 0, 2, 0, 2, False)
     )
     path = config(f'ranks = 4\nrun-dir = "{tmp_path / "other"}"\nseed = 7\n')
     if attempt:
@@ -378,11 +378,54 @@ def test_what_ranks_are_started_with(words, left):
             "--global-batch-size 64",
         ),
         ("train --ranks 4 --batch-size 32", "--global-batch-size 128"),
+        ("train --nproc_per_node 4", "No such option '--nproc_per_node'. Did you mean '-n'?"),
+        ("launch --nproc_per_node=4 x.py", "Did you mean '-n'?"),
+        ("launch --num_processes 4 x.py", "Did you mean '-n'?"),
     ],
 )
 def test_what_is_not_clear_names_what_may_have_been_meant(odyssey_command, fake, words, says):
     done = odyssey_command(*words.split())
     assert done.code == 64 and says in done.err and done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("x.py -n 3", "-n 3 behind the script is the script's; for the launcher, write: odyssey"),
+        ("x.py --a --nproc_per_node=3", "odyssey launch -n 3 x.py"),
+        ("x.py --hosts h1", "odyssey launch --hosts h1 x.py"),
+        ("-n 2 x.py -n 3", None),
+        ("-n 2 x.py --nproc_per_node 3", None),
+        ("x.py -- -n 3", None),
+        ("x.py --name 3", None),
+        ("train --epochs 3", None),
+    ],
+)
+def test_options_of_the_launcher_behind_the_script_get_a_hint(
+    odyssey_command, monkeypatch, words, hint
+):
+    from odyssey import launch
+
+    monkeypatch.setattr(launch.DistributedLauncher, "launch", lambda *_: 0)
+    done = odyssey_command("launch", *words.split())
+    assert done.code == 0 and (done.err == "" if hint is None else hint in done.err)
+    assert done.err.count("\n") == (hint is not None)
+
+
+@pytest.mark.parametrize("words", [["-n", "3"], ["-n3"], ["--ranks=3"], ["--ranks", "3"]])
+def test_train_takes_ranks_as_launch_does(odyssey_command, fake, monkeypatch, words):
+    from odyssey import launch
+
+    started = []
+
+    def note(launcher, *command):
+        started.append((launcher.config.ranks, command))
+        return 0
+
+    monkeypatch.setattr(launch.DistributedLauncher, "launch", note)
+    monkeypatch.setattr(sys, "argv", ["odyssey", "train", *words, "--epochs", "2"])
+    assert odyssey_command("train", *words, "--epochs", "2").code == 0
+    assert started == [(3, ("train", "--epochs", "2"))]
 
 
 def test_batch_size_of_one_worker_is_the_global_one(odyssey_command, fake, tmp_path):

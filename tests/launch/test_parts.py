@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import pty
+import random
 import secrets
 import shutil
 import sys
@@ -36,7 +37,7 @@ from odyssey.launch import (
 from odyssey.launch import lock as lock_file
 from odyssey.launch.hosts import parse_hosts, place
 from odyssey.launch.lock import RunLock, holder
-from odyssey.launch.output import LINE_LIMIT, Pump
+from odyssey.launch.output import LINE_LIMIT, LiveLine, Pump, WithoutHydra
 from odyssey.launch.supervisor import (
     DistributedLauncher,
     _exported,
@@ -137,10 +138,69 @@ def test_a_launcher_that_is_not_there(tmp_path, monkeypatch):
     fake.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(LaunchError, match="neither MPICH's nor Open MPI's"):
-        starting.find_starter(LaunchConfig(), {"PATH": "/usr/bin:/bin"})
+        starting.find_starter(LaunchConfig(), {"PATH": str(tmp_path)})
     fake.unlink()
     with pytest.raises(LaunchError, match="no mpirun"):
         starting.find_starter(LaunchConfig(), {"PATH": str(tmp_path)})
+
+
+BAR = "=" * 83
+BOX = f"""
+{BAR}
+=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES
+=   PID 29394 RUNNING AT vm
+=   EXIT CODE: 15
+=   CLEANING UP REMAINING PROCESSES
+=   YOU CAN IGNORE THE BELOW CLEANUP MESSAGES
+{BAR}
+YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Terminated (signal 15)
+This typically refers to a problem with your application.
+Please see the FAQ page for debugging suggestions
+"""
+SOURCE = "[mpiexec@vm] main (/mpich-5.0.2/src/pm/hydra/mpiexec/mpiexec.c:270): error waiting\n"
+EXECVP = "[proxy:0@vm] HYDU_create_process (lib/utils/launch.c:24): execvp error on file ssh (x)\n"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_mpich_adds_is_left_out_however_it_is_cut(seed):
+    """A blank line before the box goes with it; all else comes through, byte by byte."""
+    dice = random.Random(seed)
+    own_texts = ["hello\n", "\n", "==\n", f"{BAR}\n", "[mpi", "part", "[mpiexec] mine\n", EXECVP]
+    for _ in range(300):
+        data = expected = ""
+        for _ in range(dice.randrange(8)):
+            piece = dice.choice([BOX, SOURCE, *own_texts])
+            is_own = piece in own_texts
+            if is_own or not data or data.endswith("\n"):
+                data += piece
+                expected += piece if is_own else ""
+        without, passed, place = WithoutHydra(), b"", 0
+        while place < len(data):
+            size = dice.choice([1, 5, 40, 300])
+            passed += without(data[place : place + size].encode())
+            place += size
+        assert (passed + without.end()).decode() == expected, data
+
+
+def test_the_live_line_is_for_terminals(monkeypatch, tmp_path):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "20")
+    main, terminal = pty.openpty()
+    with os.fdopen(terminal, "w") as stream:
+        line = LiveLine(stream)
+        line.clear()  # nothing is shown
+        line.show("step 7 \x1b and more that does not fit")
+        line.clear()
+        line.clear()
+        shown = os.read(main, 999)
+        monkeypatch.setenv("TERM", "dumb")
+        LiveLine(stream).show("x")
+    os.close(main)
+    assert shown == b"\rstep 7 \\x1b and mor\x1b[K\r\x1b[K"
+    with open(tmp_path / "file", "w+") as file:
+        LiveLine(file).show("x")
+        assert file.read() == ""
+    LiveLine(None).show("x")
 
 
 # --- output ---------------------------------------------------------------------------------------

@@ -123,6 +123,11 @@ def test_requests_to_stop():
     assert after(stop=15, forced=True, started={}).code == 143
     assert after(stop=2, forced=True).code == 130
     assert after(end(1, 70), stop=15).code == 143
+    for ends in ([end(0, None, 15), end(1, 143)], [end(0, 130)], [end(0, None, 2), end(1, 0)]):
+        loop = after(*ends, stop=2)  # a program without a trainer ends as any program does
+        assert loop.code == 130 and "stopped by SIGINT; no trainer of odyssey" in loop.line
+    for ends in ([end(0, None, 15), end(1, 70)], [end(0, None, 15, step=3)]):
+        assert "failed while it was to stop" in after(*ends, stop=15).line
     assert after(end(0, 75)).code == 75  # somebody told a rank
 
 

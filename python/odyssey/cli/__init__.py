@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import click
 
 from .. import __version__
-from ..base import files, outputs
+from ..base import files, launcher, outputs
 from ..errors import LINE, CollectiveError, OdysseyError, OutputError, near, printable
 from .commands import COMMANDS, HELP
 
@@ -85,6 +85,8 @@ def main(
 ) -> NoReturn:
     """Runs a command and ends the process with its exit code."""
     outputs.open_streams()
+    if line := launcher.leave_job_of_parent():
+        print(f"odyssey: {line}", file=sys.stderr)
     sys.exit(_run_command(command, arguments, prog_name))
 
 
@@ -103,6 +105,7 @@ def _run_command(command: click.Command, arguments: Sequence[str] | None, prog_n
             late=isinstance(error, CollectiveError),
         )
     except click.ClickException as error:
+        _suggest_ranks(error)
         text = printable(" ".join(error.format_message().split()).rstrip("."), limit=LINE)
         context = getattr(error, "ctx", None)
         name = context.command_path if context else prog_name
@@ -125,6 +128,15 @@ def _run_command(command: click.Command, arguments: Sequence[str] | None, prog_n
         return _end(
             DEFECT, printable(f"defect: {type(error).__name__}: {error}", limit=LINE), text=text
         )
+
+
+def _suggest_ranks(error: click.ClickException) -> None:
+    """Lets an error about another launcher's option suggest -n, if the command has it."""
+    if isinstance(error, click.NoSuchOption) and error.ctx is not None:
+        name = error.option_name.partition("=")[0].lstrip("-").replace("-", "_")
+        has_ranks = any("-n" in parameter.opts for parameter in error.ctx.command.params)
+        if has_ranks and name in ("nproc_per_node", "nproc", "num_processes", "np"):
+            error.possibilities = ["-n"]
 
 
 def _explain_write_error(error: OSError) -> str:

@@ -9,6 +9,7 @@ returns, and what happened is an `Outcome`.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import re
 import select
@@ -22,13 +23,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..base import runs
-from ..base.files import private_directory, read_json, write_json
+from ..base.files import FILE_MODE, private_directory, read_json, write_json
 from ..errors import DataError, LaunchError
 from ..watch import diagnosis
 from . import leftovers, rank_ends
 from .config import LaunchConfig, allowed
 from .hosts import capacity
-from .output import Pump
+from .output import LiveLine, Pump, WithoutHydra
 from .restart_policy import Outcome
 from .starting import TOKEN
 
@@ -42,6 +43,7 @@ SPOILED = b"mpi/pmi2: invalid client request"
 LOST = 3.0
 LONGER = 4  # times the grace that ranks have while one of them writes a checkpoint
 UNREAD = 2.0  # seconds after which ranks that read no request are sent a signal
+REDRAW = 0.5  # seconds between two times that the live line is written
 UNKNOWN = 10.0  # seconds after the start in which a trainer may not have shown itself yet
 # Seconds of silence after which nothing more is said about a failure: about a rank that was killed
 # only the watcher has something to say, and says it at once. And seconds that this may take.
@@ -102,6 +104,10 @@ class Attempt:
         self._beat_at: float | None = None
         self._beat: tuple[int, int] | None = None
         self._control: tuple[int, int] | None = None
+        self._live_line = LiveLine(sys.stderr)
+        self._drawn_at = 0.0
+        # when a heartbeat brought another step, and that step
+        self._first_beat: tuple[float, int] | None = None
         self.unwritten = False  # standard output did not take what ranks printed
 
     # -- from start to end ------------------------------------------------------------------------
@@ -113,7 +119,9 @@ class Attempt:
         """
         private_directory(self.run.logs)
         with contextlib.ExitStack() as stack:
-            log = stack.enter_context(open(self.run.logs / "output.log", "ab", opener=_private))
+            log = stack.enter_context(
+                open(self.run.logs / "output.log", "ab", opener=_without_links)
+            )
             try:
                 pipes = {
                     "stdin": subprocess.DEVNULL,
@@ -131,6 +139,7 @@ class Attempt:
                 pumps = _pumps(process, log, b"" if self.scancel is None else SPOILED)
                 end_fields = self._watch(process, pumps, _handle(process, stack))
             finally:
+                self._live_line.clear()
                 surviving_pids = self._end(process)
             until = time.monotonic() + 0.5
             while not all(pump.done for pump in pumps) and time.monotonic() < until:
@@ -162,8 +171,13 @@ class Attempt:
         over: float | None = None
         started = False
         while True:
-            printed = any([pump() for pump in self._ready(pumps, handle, wait)])
+            ready_pumps = self._ready(pumps, handle, wait)
+            if ready_pumps:
+                self._live_line.clear()
+            printed = any([pump() for pump in ready_pumps])
             now_s = time.monotonic()
+            if not any(pump.inside_line for pump in pumps):
+                self._draw(now_s)
             wait = self.config.monitor_interval
             if now_s - looked > 2 and self._beat_at is not None:
                 self._beat_at += now_s - looked  # this process was stopped, not the others
@@ -263,7 +277,30 @@ class Attempt:
             **fields,
         )
 
+    def _draw(self, now_s: float) -> None:
+        """Writes the live line, a few times a second."""
+        if now_s - self._drawn_at < REDRAW:
+            return
+        self._drawn_at = now_s
+        beats = self._beating()
+        steps = [step for rank in beats if type(step := rank.get("step")) is int]
+        step = min(steps, default=0)
+        beat_at = self._beat_at or now_s
+        if step and self._first_beat is None:
+            self._first_beat = beat_at, step
+        phases = [str(rank.get("phase")) for rank in beats]
+        parts = [f"{self.ranks} rank{'s' * (self.ranks > 1)}"]
+        if step:
+            parts.append(f"step {step:,}")
+        if self._first_beat is not None and step > self._first_beat[1]:
+            first_at, first_step = self._first_beat
+            parts.append(f"{(step - first_step) / (beat_at - first_at):.3g} steps/s")
+        parts.append(max(phases, key=phases.count) if phases else "starting")
+        parts.append(str(datetime.timedelta(seconds=int(now_s - self._begun))))
+        self._live_line.show(f"odyssey: {', '.join(parts)}")
+
     def _say(self, line: str) -> None:
+        self._live_line.clear()
         self._print(f"attempt {self.run.attempt}: {line}")
 
     # -- what there is to see ---------------------------------------------------------------------
@@ -327,6 +364,7 @@ class Attempt:
         if pump.problem and not self.unwritten:
             self.unwritten = True
             log = self.run.logs / "output.log"
+            self._live_line.clear()
             self._print(
                 f"[output] standard output cannot be written: {pump.problem}; what ranks print "
                 f"is in {log}"
@@ -522,8 +560,8 @@ def _pumps(process: subprocess.Popen[bytes], log: BinaryIO, words: bytes) -> lis
         except (AttributeError, OSError, ValueError):
             targets.append(number)
     return [
-        Pump(process.stdout.fileno(), targets[0], log),
-        Pump(process.stderr.fileno(), targets[1], log, words),
+        Pump(process.stdout.fileno(), targets[0], log, without=WithoutHydra()),
+        Pump(process.stderr.fileno(), targets[1], log, words, WithoutHydra()),
     ]
 
 
@@ -539,5 +577,5 @@ def _handle(process: subprocess.Popen[bytes], stack: contextlib.ExitStack) -> in
     return handle
 
 
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+def _without_links(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, FILE_MODE)

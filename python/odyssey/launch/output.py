@@ -13,8 +13,11 @@ import contextlib
 import os
 import re
 import select
+import shutil
 import time
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from ..errors import printable
 
 LINE_LIMIT = 64 << 10  # bytes of one line that are shown
 BACKLOG = 1 << 20  # bytes that wait for a slow reader
@@ -27,13 +30,115 @@ _CUT = b" ... (cut)\n"
 _CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|\xc2[\x80-\x9f]")
 
 
+# What MPICH's mpirun prints about a rank that has failed: a box, and lines with places in its own
+# source. The launcher reports both better. The reason why ssh can't be started stays.
+_OPENING = b"=" * 83 + b"\n=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES"
+_BOX = re.compile(
+    rb"^\n?" + re.escape(_OPENING) + rb".{,2000}?^Please see the FAQ page for debugging [a-z]+\n",
+    re.MULTILINE | re.DOTALL,
+)
+_SOURCE = re.compile(
+    rb"^\[(?:mpiexec|proxy)[^\]\n]*\] \w+ \([^()\n]*\.c:[0-9]+\): (?!execvp error)[^\n]*\n",
+    re.MULTILINE,
+)
+_SOURCE_STARTS = (b"[mpiexec", b"[proxy")
+_BOX_LIMIT = 4096  # bytes that are held back at most
+
+
+class WithoutHydra:
+    """Passes on what ranks print, piece by piece, without the reports of MPICH's mpirun.
+
+    What may be the start of such a report is held back until more comes.
+    """
+
+    def __init__(self) -> None:
+        self._held = b""  # starts at the start of a line
+        self._inside_line = False  # what was passed on last has no end of line yet
+
+    def __call__(self, data: bytes) -> bytes:
+        """Returns what is to be passed on, now that these bytes have come."""
+        text = self._held + data
+        line_end = text.find(b"\n") + 1 if self._inside_line else 0
+        if self._inside_line and not line_end:
+            return text
+        lines = _SOURCE.sub(b"", _BOX.sub(b"", text[line_end:]))
+        starts = [0, *(match.end() for match in re.finditer(rb"\n", lines))]
+        place = next((n for n in starts if self._may_begin(lines[n:])), len(lines))
+        self._held = lines[place:]
+        passed = text[:line_end] + lines[:place]
+        if passed:
+            self._inside_line = not passed.endswith(b"\n")
+        return passed
+
+    @staticmethod
+    def _may_begin(text: bytes) -> bool:
+        """Returns whether this text may be the start of a report."""
+        if not 0 < len(text) < _BOX_LIMIT:
+            return False
+        box = text[text.startswith(b"\n") :]
+        is_source = text.startswith(_SOURCE_STARTS) and b"\n" not in text
+        return (
+            _OPENING.startswith(box)
+            or box.startswith(_OPENING)
+            or is_source
+            or any(start.startswith(text) for start in _SOURCE_STARTS)
+        )
+
+    def end(self) -> bytes:
+        """Returns what is held back, when nothing more comes."""
+        text = self._held
+        self._held = b""
+        return text
+
+
+class LiveLine:
+    """One line that is written again and again, at the end of what a terminal shows.
+
+    It does nothing if the stream is no terminal, and never waits for one that is stopped.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._descriptor: int | None = None
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+                self._descriptor = stream.fileno()
+        self._is_shown = False
+
+    def show(self, text: str) -> None:
+        """Writes the line, cut to the terminal's width."""
+        width = shutil.get_terminal_size().columns - 1
+        self._is_shown = self._write(f"\r{printable(text)[:width]}\x1b[K") or self._is_shown
+
+    def clear(self) -> None:
+        """Removes the line, so that something else can be written."""
+        if self._is_shown:
+            self._is_shown = not self._write("\r\x1b[K")
+
+    def _write(self, text: str) -> bool:
+        """Writes if the terminal takes it at once, and returns whether it did."""
+        if self._descriptor is None:
+            return False
+        with contextlib.suppress(OSError, ValueError):
+            if select.select([], [self._descriptor], [], 0)[1]:
+                os.write(self._descriptor, text.encode(errors="replace"))
+                return True
+        return False
+
+
 class Pump:
     """Copies one pipe of the ranks to one stream of the launcher. source: descriptor to read; it
     is made non-blocking. target: descriptor to write. log: file that gets everything
-    unchanged, or None. words: that it listens for.
+    unchanged, or None. words: that it listens for. without: leaves out what MPICH's mpirun says.
     """
 
-    def __init__(self, source: int, target: int, log: BinaryIO | None, words: bytes = b"") -> None:
+    def __init__(
+        self,
+        source: int,
+        target: int,
+        log: BinaryIO | None,
+        words: bytes = b"",
+        without: WithoutHydra | None = None,
+    ) -> None:
         os.set_blocking(source, False)
         self.source = source
         self.target = target
@@ -49,6 +154,7 @@ class Pump:
                 )
                 self.target = self._own_descriptor
         self.words = words
+        self._without = without
         self._last = b""
         self.heard = False  # the words came
         self.closed = False
@@ -72,6 +178,9 @@ class Pump:
             data = b""
         if not data:
             self.closed = True
+            if self._without is not None:
+                self._pending += self.shown(self._without.end())
+                self._pass_on()
             return False
         if self.log is not None:
             with contextlib.suppress(OSError):  # a full disk does not end the training
@@ -80,7 +189,7 @@ class Pump:
         if self.words and not self.heard:
             self.heard = self.words in self._last + data
             self._last = data[-len(self.words) :]
-        text = self.shown(data)
+        text = self.shown(data if self._without is None else self._without(data))
         if self.unshown or (len(self._pending) + len(text) > BACKLOG and self._stalled):
             self.unshown += len(text)
         else:
@@ -106,6 +215,11 @@ class Pump:
         if self._own_descriptor is not None:
             os.close(self._own_descriptor)
             self._own_descriptor = None
+
+    @property
+    def inside_line(self) -> bool:
+        """Returns whether what the target has taken ends within a line."""
+        return bool(self._line_bytes or self._pending)
 
     @property
     def full(self) -> bool:

@@ -178,7 +178,7 @@ def write(folder: str, kind: str, record: dict) -> None:
     aside = os.path.join(directory, f".{name}.{os.getpid()}")
     try:
         with open(
-            os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii"
+            os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o664), "w", encoding="ascii"
         ) as file:
             json.dump(record, file)
         present_attempt = read(folder, kind, name).get("attempt")

@@ -8,6 +8,7 @@ supervisor.py acts.
 from __future__ import annotations
 
 import dataclasses
+import signal
 from typing import NamedTuple
 
 from ..errors import counted
@@ -117,11 +118,28 @@ def decide(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Host
             f"{name}: stopped by {by} at {_step(outcome.checkpoint)}; the same command goes on",
             STOPPED,
         )
+    if outcome.stop is not None and _ended_by_request(outcome):
+        line = (
+            f"{name}: stopped by {ended.signal_name(outcome.stop)}; no trainer of odyssey had done "
+            "a step, so odyssey wrote no checkpoint"
+        )
+        return Verdict(line, 128 + outcome.stop)
     if outcome.stop is not None:
         return Verdict(
             f"{name}: failed while it was to stop: {_failure(outcome, cause)}", 128 + outcome.stop
         )
     return _failed(outcome, past, config, hosts, cause)
+
+
+def _ended_by_request(outcome: Outcome) -> bool:
+    """Returns whether the request ended ranks that ran no trainer, as it ends any program."""
+    by_request = (signal.SIGTERM, signal.SIGINT, outcome.stop)
+    codes = {128 + number for number in by_request if number is not None}
+    ends = [end for end in outcome.ended.values() if not end.good]
+    return bool(ends) and all(
+        not end.step and end.oom is None and (end.signal in by_request or end.code in codes)
+        for end in ends
+    )
 
 
 def _failed(

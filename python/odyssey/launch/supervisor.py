@@ -33,8 +33,15 @@ from typing import Any
 
 from .. import __version__
 from ..base import limits, runs
-from ..base.files import NO_DIRECTORY, current_directory, private_directory, read_json, write_json
-from ..base.launcher import launched
+from ..base.files import (
+    DIRECTORY_MODE,
+    NO_DIRECTORY,
+    current_directory,
+    private_directory,
+    read_json,
+    write_json,
+)
+from ..base.launcher import launched, leave_job_of_parent
 from ..base.paths import expand_path
 from ..base.variables import DECIDE_BITS, is_named
 from ..errors import ConfigError, DataError, OutputError, counted, printable
@@ -158,7 +165,7 @@ class DistributedLauncher:
             with contextlib.suppress(FileNotFoundError):
                 for name in os.listdir(folder):
                     os.unlink(folder / name)
-            folder.mkdir(mode=0o700, exist_ok=True)
+            folder.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
         for file in (run.control, run.heartbeat):
             file.unlink(missing_ok=True)
         record = {
@@ -273,8 +280,8 @@ class DistributedLauncher:
         lost = probe(self.config, starter, [name for name, _ in outcome.layout], environment, idle)
         if len(lost) == len(outcome.layout):
             self._say(
-                f"attempt {outcome.attempt}: no host answers, which says more about the network "
-                "than about them"
+                f"attempt {outcome.attempt}: no host answers: check their names, and the network "
+                f"between here and them (`ssh {outcome.layout[0][0]} true`)"
             )
             return dataclasses.replace(outcome, unsure=True)
         return dataclasses.replace(outcome, lost=lost)
@@ -403,6 +410,7 @@ def _check(words: list[str]) -> None:
                 f"[launch] {ascii(word[:60])} has a NUL character, which no argument can have"
             )
     starting.resolve_program(words)  # it can be started
+    leave_job_of_parent()
     rank = any(os.environ.get(name) for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK"))
     started = launched()
     single = started is not None and started.size == 1  # an interactive shell, as `srun --pty bash`

@@ -343,7 +343,6 @@ class Training(ReductionSettings):
         "workers of this process (of each, under mpirun): GPUs, or CPU workers where there is none",
         "one",
         low=1,
-        flags=("--num-gpus", "-n"),
     )
     backend: str = setting(
         PROCESS,
@@ -712,6 +711,7 @@ class Command(Settings):
         "start so many processes, and keep the run going, as `odyssey launch -n RANKS train` does",
         "none",
         low=1,
+        flags=("--ranks", "-n"),
     )
     verbose: bool = setting(
         OUTPUT, False, "print the settings and the layout as well", flags=("--verbose", "-v")

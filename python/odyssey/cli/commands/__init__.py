@@ -125,7 +125,7 @@ JSON = click.option(
 LAUNCHER = click.option(
     "--launcher",
     metavar="WORDS",
-    help="What starts ranks. (default: 'mpirun -n {ranks}', that of this environment)",
+    help="What starts ranks. (default: 'mpirun -n {ranks}', of mpi4py's MPI)",
 )
 
 
@@ -147,8 +147,9 @@ def machines(room: str, hosts: str | None, hostfile: Path | None) -> Any:
 def without(words: Sequence[str], options: dict[str, int]) -> list[str]:
     """Removes options, with the number of values that each takes, from a command line.
 
-    It finds both "--option value" and "--option=value".
+    It finds "--option value", "--option=value", and "-n4" for the option "-n".
     """
+    short = tuple(name for name in options if not name.startswith("--"))
     remaining: list[str] = []
     values_to_skip = 0
     for word in words:
@@ -156,7 +157,7 @@ def without(words: Sequence[str], options: dict[str, int]) -> list[str]:
             values_to_skip -= 1
         elif word in options:
             values_to_skip = options[word]
-        elif word.split("=")[0] not in options:
+        elif word.split("=")[0] not in options and not word.startswith(short):
             remaining.append(word)
     return remaining
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,23 @@ from typing import Any
 import click
 
 from ...base.paths import expand_path, variables_in
-from ...errors import ConfigError, near
+from ...errors import ConfigError, near, printable
 from . import FILE, HELP, machines
 
 #: Of commands that take a script and its words, whose options come first.
 BEFORE_SCRIPT = {**HELP, "ignore_unknown_options": True, "allow_interspersed_args": False}
 SHORT = "Start ranks, and start them again when something fails."
+
+
+class Launcher(click.Choice[str]):
+    """A name, or the path of an mpirun."""
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return str(expand_path(value)) if os.sep in value else super().convert(value, param, ctx)
+
+    # click before 8.2 gives no context
+    def get_metavar(self, param: click.Parameter, ctx: Any = None) -> str:
+        return f"[{'|'.join(self.choices)}|PATH]"
 
 
 @click.command("launch", short_help=SHORT, context_settings=BEFORE_SCRIPT)
@@ -36,10 +48,10 @@ SHORT = "Start ranks, and start them again when something fails."
 @click.option("--hostfile", type=FILE, metavar="FILE", help="The same from a file, one a line.")
 @click.option(
     "--launcher",
-    type=click.Choice(["auto", "mpirun", "srun"]),
+    type=Launcher(["auto", "mpirun", "srun"]),
     default="auto",
-    help="What starts ranks. (default: auto: srun in a SLURM allocation, else this environment's "
-    "mpirun)",
+    help="What starts ranks; PATH is an mpirun. (default: auto: srun in a SLURM allocation, else "
+    "the mpirun of the MPI that mpi4py loads)",
 )
 @click.option(
     "--elastic", metavar="MIN:MAX", help="Ranks the run may go on with. (default: always as many)"
@@ -111,8 +123,33 @@ def command(
         options["env"] = (*options["env"], *variables_in([*words, *values]))
     parsed_hosts = machines("launch", hosts, hostfile)
     bounds = None if elastic is None else parse_elastic(elastic)
+    if script != "train":
+        _hint_at_options(context, script, words)
     config = LaunchConfig(nproc_per_node=ranks, hosts=parsed_hosts, elastic=bounds, **options)
     sys.exit(DistributedLauncher(config).launch(script, *words))
+
+
+def _hint_at_options(context: click.Context, script: str, words: list[str]) -> None:
+    """Prints one line if an option of the launcher is behind the script, which gets it.
+
+    Options that the launcher has as well are the script's on purpose.
+    """
+    options = {"--nproc_per_node": "-n"}
+    for parameter in context.command.params:
+        if context.get_parameter_source(str(parameter.name)) == click.core.ParameterSource.DEFAULT:
+            options.update(dict.fromkeys(parameter.opts, parameter.opts[0]))
+    if options.get("-n") is None:
+        options.pop("--nproc_per_node")
+    for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
+        name, _, value = word.partition("=")
+        if word == "--":
+            return
+        if name in options:
+            value = printable(value or following, limit=60)
+            line = f"{name} {value} behind the script is the script's; for the launcher, write"
+            usage = f"odyssey launch {options[name]} {value} {printable(script, limit=60)}"
+            click.echo(f"odyssey: {line}: {usage}", err=True)
+            return
 
 
 def no_option(script: str, context: click.Context) -> None:

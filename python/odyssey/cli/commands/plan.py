@@ -23,7 +23,7 @@ from .verify import layouts_among
     context_settings={**HELP, "ignore_unknown_options": True},
 )
 @click.argument("program", metavar="MODEL|SCRIPT")
-@click.option("--ranks", type=int, required=True, help="How many ranks there will be.")
+@click.option("-n", "--ranks", type=int, required=True, help="How many ranks there will be.")
 @click.option("--per-node", type=int, help="How many of them share a machine. (default: all)")
 @click.option(
     "--layouts",

@@ -23,7 +23,7 @@ from . import DIFFERENT, FILE, HELP, JSON, LAUNCHER
     help="Which step, counted from 1, as the step log counts them.",
 )
 @click.option(
-    "--ranks", type=int, help="On how many ranks, each with the whole model. (default: 1)"
+    "-n", "--ranks", type=int, help="On how many ranks, each with the whole model. (default: 1)"
 )
 @click.option(
     "--layout", metavar="LAYOUT", help='On another layout, e.g. "pp=2,dp=2"; as in odyssey verify.'

@@ -120,7 +120,7 @@ def _run_command(context: click.Context, verbose: bool, ranks: int | None, **_: 
         # Ranks expand the same paths.
         env=variables_in([*sys.argv, *map(str, (context.default_map or {}).values())]),
     )
-    words = without(sys.argv[1:], {"--ranks": 1, "--run-dir": 1, "--watchdog": 1})
+    words = without(sys.argv[1:], {"--ranks": 1, "-n": 1, "--run-dir": 1, "--watchdog": 1})
     sys.exit(
         DistributedLauncher(config).launch(
             "train", *(words[1:] if words[:1] == ["train"] else words)
