@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from ..base import Run, finite, parse_json
-from ..base.files import FILE_MODE
 from ..callbacks import Callback, Context, EarlyStopping, ModelCheckpoint, Monitor
 from ..errors import DataError
 
@@ -59,7 +58,7 @@ class Journal(Callback):
         }
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-            with open(os.open(self._path, flags, FILE_MODE), "a") as file:
+            with open(os.open(self._path, flags, 0o664), "a") as file:
                 file.write(json.dumps(finite(row), allow_nan=False, default=str) + "\n")
         except OSError:  # a disk that is full costs the journal, not the training
             self._rank = -1
