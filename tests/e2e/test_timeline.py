@@ -244,7 +244,7 @@ def test_a_torch_module(launch):
         "m = torch.nn.Linear(4, 1)\n"
         "x = rng.normal(size=(64, 4)).astype(np.float32)\n"
         "t = ot.DistributedTrainer(m, torch.optim.SGD(m.parameters(), lr=0.1), "
-        "loss=torch.nn.MSELoss())\n"
+        "loss=torch.nn.MSELoss(), shard_size=16)\n"
         "t.fit(data.DataLoader(data.arrays(x, x[:, :1]), 32), epochs=2, trace='t.json', "
         "verbose=False)\n"
     )

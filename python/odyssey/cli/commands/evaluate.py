@@ -44,7 +44,7 @@ def command(
     """
     from ... import data, optim
     from ...train import trained_models
-    from ...train.progress import figure
+    from ...train.progress import format_figure
     from ...train.trainer import DistributedTrainer
 
     with on_all_ranks():
@@ -75,5 +75,5 @@ def command(
             json.dumps({"checkpoint": checkpoint.name, "samples": result.samples, **results})
         )
     else:
-        figures = "  ".join(f"{key} {figure(value)}" for key, value in results.items())
+        figures = "  ".join(f"{key} {format_figure(value)}" for key, value in results.items())
         click.echo(f"{checkpoint.name}: {figures}  {result.samples:,} samples")
