@@ -195,7 +195,7 @@ ERRORS = {
         ["cross_entropy", "(2,)", "(N, classes)"],
     ),
     "reduction": (
-        lambda: F.nll_loss(image(1, 2), [0], "none"),
+        lambda: F.nll_loss(image(1, 2), [0], reduction="none"),
         ["nll", "'none'", "'mean'", "'sum'"],
     ),
     "labels": (lambda: F.cross_entropy(image(2, 3), [0, 1, 2]), ["labels", "(3,)", "2 samples"]),

@@ -17,6 +17,7 @@ __getattr__, __dir__, __all__ = attach(
         "base.outputs": "finite outputs",
         "base.paths": "expand_path",
         "base.proc": "stat",
+        "base.quiet": "without_prints",
         "base.registry": "registry",
         "base.requirements": "install_extra install_packages",
         "base.runs": "Run runs",

@@ -9,6 +9,8 @@ that setting alone decide, so the results don't depend on cores, ranks or the sp
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from ..errors import ConfigError, ShapeError
@@ -221,6 +223,15 @@ def fits_winograd(weight: tuple[int, ...]) -> bool:
     enough.
     """
     return len(weight) == 4 and weight[2:] == (3, 3) and min(weight[:2]) >= WINOGRAD_CHANNELS
+
+
+def count_convolutions(ops: Iterable[str]) -> tuple[int, int]:
+    """Returns how many of the ops are convolutions by Winograd's algorithm, and how many are
+    convolutions at all, in the forward pass.
+    """
+    counts = Counter(ops)
+    tiled = counts["winograd_forward"]
+    return tiled, tiled + counts["conv2d_forward"] + counts["conv2d_general_forward"]
 
 
 def _chosen_algorithm(algorithm: str | None) -> str:

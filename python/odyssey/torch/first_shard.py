@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from .. import data as datasets
-from ..base.quiet import without_prints
+from ..base import without_prints
 from ..capture import decode, encode
 from ..core import fingerprint
 from ..train import spread

@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..base.quiet import without_prints
+from ..base import without_prints
 from ..core import random_scopes
 from ..errors import CollectiveError
 from ..nn import in_mode

@@ -7,7 +7,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from ..capture import Capture
 from ..core import fingerprint, setting_versions
 from ..core.arena import Arena
 from ..core.native import KERNELS
+from ..core.products import count_convolutions
 from ..core.program import Record
 from ..engine.layout import Layout
 from ..errors import CheckpointError, ConfigError, NumericsError, counted
@@ -560,9 +560,7 @@ class EngineState:
 
 def _describe_convolutions(records: list[Record]) -> list[str]:
     """Returns a line about the convolutions by Winograd's algorithm, if there are any."""
-    counts = Counter(record.op for record in records)
-    tiled = counts["winograd_forward"]
-    convolutions = tiled + counts["conv2d_forward"] + counts["conv2d_general_forward"]
+    tiled, convolutions = count_convolutions(record.op for record in records)
     return (
         [f"Winograd's algorithm computes {tiled} of {convolutions} convolutions"] if tiled else []
     )
