@@ -95,7 +95,7 @@ def run(launch, ranks: int, framework: str, programs: list[list[str]]) -> dict[s
 
 
 @needs("torch", "lightning", "jsonargparse", "torchvision", "requests", "tensorboard")
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_lightnings_examples_leave_all_ranks_with_the_same_weights(launch, ranks):
     mnist(launch.folder / "data")
     programs = [make(launch, ranks) for make in (classifier, transformer, gan)]
@@ -232,6 +232,7 @@ def vision(launch) -> list[str]:
     return [path.name, "--cpu", "--data_dir", "pets"]
 
 
+@pytest.mark.long
 @needs("torch", "accelerate", "transformers", "tokenizers", "timm", "torchvision", "PIL")
 def test_accelerates_examples_leave_all_ranks_with_the_same_weights(launch):
     launch.environment.update(HF_HUB_CACHE=str(launch.folder / "hub"), HF_HUB_OFFLINE="1")
