@@ -39,6 +39,7 @@ ALLOWED = [
     ),
     ("Collectives overwrite what they are given", "arrays in memory"),
     ("docker run --rm", "an option of docker"),
+    ("handle.remove()", "a hook of a module, as in PyTorch"),
 ]
 
 
