@@ -183,14 +183,14 @@ def test_a_data_set_is_evaluated_without_a_loader_but_not_trained_on() -> None:
             nn.LeNet5,
             optim.SGD(lr=0.1),
             {},
-            "model is the class LeNet5; give an object of a subclass of Module",
+            r"model is the class LeNet5; give an object of it, such as LeNet5\(...\)",
         ),
         (optim.SGD(lr=0.1), nn.LeNet5(), {}, "model is of type SGD; "),
         (
             nn.LeNet5(),
             optim.SGD,
             {},
-            "optimizer is the class SGD; give an object of a subclass of Optimizer",
+            r"optimizer is the class SGD; give an object of it, such as SGD\(...\)",
         ),
         (
             nn.LeNet5(),
