@@ -371,6 +371,7 @@ OTHER_FORMS = {
     ("export", "own_model"),
     ("plan", "program"),
     ("launch", "script"),
+    ("launch", "launcher"),
     ("tune", "storage"),
     # A script for sbatch: its own odyssey, or the shell of the job, expands them.
     ("slurm", "script"),
@@ -435,6 +436,15 @@ def test_own_code_in_a_home_directory(home):
     assert named("[x] --model", "~/own.py:Net", "x").__name__ == "Net"
     with pytest.raises(ConfigError, match="NOT_SET"):
         named("[x] --model", "$NOT_SET/own.py:Net", "x")
+
+
+def test_a_launcher(home):
+    from odyssey.launch.config import LaunchConfig
+
+    assert LaunchConfig(launcher="~/bin/mpirun").launcher == str(home / "bin" / "mpirun")
+    assert LaunchConfig(launcher="./mpirun").launcher == str(Path.cwd() / "mpirun")
+    with pytest.raises(ConfigError, match="the variable NOT_SET isn't set"):
+        LaunchConfig(launcher="$NOT_SET/mpirun")
 
 
 def test_a_host_file(home):

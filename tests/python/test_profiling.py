@@ -12,7 +12,7 @@ from odyssey import distributed as dist
 from odyssey.comm import mock
 from odyssey.distributed import profiling
 from odyssey.distributed.config import DistributedConfig
-from odyssey.errors import ConfigError
+from odyssey.errors import ConfigError, counted
 from odyssey.train.trainer import DistributedTrainer
 
 X = np.random.default_rng(0).normal(size=(64, 1, 28, 28)).astype(np.float32)
@@ -97,7 +97,10 @@ def test_communication_is_measured(operation, ranks, capsys):
         factor = {"all_reduce": 4 / 3, "broadcast": 1.0}.get(operation, 2 / 3) if ranks == 3 else 0
         assert row["bus_bytes_per_second"] == pytest.approx(factor * row["bytes_per_second"])
     out = capsys.readouterr().out
-    assert out.count(f"{operation} on {ranks} ranks, mock") == 1 and len(out.splitlines()) == 4
+    assert (
+        out.count(f"{operation} on {counted(ranks, 'rank')}, mock") == 1
+        and len(out.splitlines()) == 4
+    )
 
 
 def test_what_cannot_be_measured():

@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..base.paths import expand_path
 from ..base.registry import provided
 from ..errors import ConfigError
 from .hosts import Host, check_room
@@ -102,7 +103,10 @@ class LaunchConfig:
             raise ConfigError(
                 f"[launch] master_port is {self.master_port!r}; a port from 1 to 65535 is allowed"
             )
-        if self.launcher not in LAUNCHERS and os.sep not in self.launcher:
+        if os.sep in self.launcher:
+            program = str(expand_path(self.launcher).absolute())
+            object.__setattr__(self, "launcher", program)
+        elif self.launcher not in LAUNCHERS:
             raise ConfigError(
                 f"[launch] launcher {self.launcher!r} is unknown; choose from "
                 f"{', '.join(LAUNCHERS)}, or use the path of an mpirun"
