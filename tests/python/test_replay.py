@@ -199,7 +199,7 @@ def test_the_gradient_is_that_of_the_tape():
     arena = Arena.of(model.named_parameters())
     dataset = images(70)
     x, labels = dataset.gather(np.arange(70))
-    loss = F.cross_entropy(model(Tensor(x)), labels, "sum")
+    loss = F.cross_entropy(model(Tensor(x)), labels, reduction="sum")
     loss.backward()
     got = np.frombuffer(sums("lenet5", 70), np.float32)
     np.testing.assert_allclose(
