@@ -71,6 +71,7 @@ def fake(monkeypatch):
 
     class Trainer:
         workers, threads, shard_size, device = 4, 2, 32, "cpu"
+        conv_algorithm = "direct"
         scaler = types.SimpleNamespace(value=1.0, skipped=0)
 
         def __init__(self, **kwargs):

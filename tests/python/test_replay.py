@@ -421,8 +421,8 @@ def test_the_workspace_of_models_has_a_budget(name, size, settings, budget):
     assert total <= budget * 2**20
 
 
-@pytest.mark.parametrize("samples", [2, 20])
-def test_what_is_computed_again_has_the_same_bits(samples, monkeypatch):
+@pytest.mark.parametrize(("samples", "normalised"), [(2, 2), (20, 9)])
+def test_what_is_computed_again_has_the_same_bits(samples, normalised, monkeypatch):
     counts = []
 
     def noted(records):
@@ -431,7 +431,10 @@ def test_what_is_computed_again_has_the_same_bits(samples, monkeypatch):
 
     monkeypatch.setattr("odyssey.engine.direct.recompute", noted)
     assert sums("resnet18", samples) == sums("resnet18", samples)
-    assert counts[0] == 25, "16 paddings, and 9 normalised batches with their ReLU"
+    # 10 of the 16 convolutions that pad are computed by Winograd's algorithm, without a padded copy.
+    # It takes 2 samples in lanes, and these copies of normalised batches are kept.
+    paddings = 6
+    assert counts[0] == paddings + normalised, "and normalised batches with their ReLU"
 
 
 def padded():
