@@ -34,6 +34,7 @@ ALLOWED = {
     "tests/python/test_copies.py": "pickle",  # of what it has made itself
     "tests/python/copied.py": "pickle",  # of what test_copies.py has made
     "tests/pytorch/run_example.py": "call of runpy",  # a copy of Horovod's own example
+    "tests/pytorch/run_in_turn.py": "call of runpy",  # copies of the examples of frameworks
 }
 COMMUNICATORS = {"python/odyssey/comm/mpi.py": ("_data", "_head", "_alarm")}
 

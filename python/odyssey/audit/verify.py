@@ -319,7 +319,8 @@ class Verifier:
         self.command = list(command)
         self.steps = steps
         self.timeout = timeout
-        self.launcher = launcher_words(launcher, "verify")
+        self._launcher = launcher
+        self._launcher_words: list[str] = []
 
     def __call__(
         self, layouts: Sequence[str], show: Callable[[Result], None] = lambda result: None
@@ -329,6 +330,8 @@ class Verifier:
         Raises ConfigError: a layout is wrong, or one process fails.
         """
         plans = [(text, parse(text)) for text in layouts]
+        # It may start a process that looks at the MPI, so the layouts are checked before.
+        self._launcher_words = launcher_words(self._launcher, "verify")
         results = []
         with tempfile.TemporaryDirectory(prefix="odyssey-verify-") as folder:
             reference = Path(folder) / "reference"
@@ -364,7 +367,7 @@ class Verifier:
     def _run(self, folder: Path, layout: str, n: int) -> str | None:
         """Runs the command on n ranks; the last line it printed if it failed."""
         folder.mkdir()
-        words = started(self.command, n, self.launcher)
+        words = started(self.command, n, self._launcher_words)
         return failure_of(
             words, {TRACE: f"{folder}:{self.steps}", LAYOUT: layout}, timeout=self.timeout
         )
