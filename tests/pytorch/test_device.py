@@ -30,7 +30,7 @@ from odyssey.torch import (  # noqa: E402
     DistributedTrainer,
     device_sums,
 )
-from odyssey.torch.device import Device  # noqa: E402
+from odyssey.torch.device import Device, default_shard_size  # noqa: E402
 
 MAKING = threading.Lock()  # ranks are threads, and torch has one generator
 FEATURES = 6
@@ -507,9 +507,10 @@ def test_host_waits_as_often_for_many_shards_as_for_one(clip_norm, use_statistic
 
 
 @pytest.mark.parametrize("metrics", [["accuracy"], ["f1"]])
-def test_host_copies_nothing_of_a_batch_that_is_on_the_device(metrics):
+def test_host_copies_nothing_of_later_batches_that_are_on_the_device(metrics):
     ways = [count_copies(4, None, False, where, metrics=metrics) for where in ("cpu", pretend.NAME)]
-    assert ways[0] == ways[1]
+    # The host looks at the numbers of each epoch's first batch, for its checks and its fingerprint.
+    assert ways[0][1::2] == ways[1][1::2]
 
 
 def test_host_does_not_wait_for_the_weight_of_a_shard():
@@ -556,7 +557,7 @@ def test_forward_may_write_into_its_inputs(device):
     ("samples", "size"), [(1, 2), (8, 2), (16, 2), (17, 3), (256, 32), (1000, 125)]
 )
 def test_default_shard_is_an_eighth_of_the_batch(samples, size):
-    assert Device(torch.device(pretend.NAME)).default_shard_size(samples) == size
+    assert default_shard_size(samples, is_host=False) == size
 
 
 def test_default_shard_is_of_the_first_batch_and_kept_in_checkpoints(tmp_path):
