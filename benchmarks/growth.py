@@ -117,7 +117,7 @@ def exponent(sizes: tuple[int, ...], values: list[float]) -> float | None:
 
 
 def measure(probe: str, sizes: tuple[int, ...], rounds: int, folder: Path) -> dict[str, Any]:
-    """The least of each figure by size, and their exponents."""
+    """Returns the smallest time and memory of all rounds for each size, and how fast they grow."""
     found: list[dict[str, float]] = []
     for size in sizes:
         runs = [run(probe, size, folder) for _ in range(rounds)]

@@ -286,7 +286,7 @@ def _multiply[
 
 
 def _frame_width(s: _Images) -> Int:
-    """Floats of a row of all tiles of a channel, with their frame."""
+    """Returns the width of one channel in memory: all tiles of a row, and the border around them."""
     return ceildiv(s.Q, M) * M + N - M
 
 

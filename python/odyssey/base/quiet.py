@@ -1,7 +1,8 @@
-"""Passes of a model that are checks, and whose prints nobody wants to see.
+"""Hides what a model prints while odyssey only checks it.
 
-`sys.stdout` is one for all threads of a process, and a thread may be a rank, so it is replaced by
-a file that keeps back what the thread of a check prints, and passes on what others print.
+All threads of a process share `sys.stdout`, and each thread may be a rank. A filter replaces
+`sys.stdout` during a check. It holds the output of threads that check, and passes on all other
+output.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _checks = 0  # of all threads
 
 
 class _Filter:
-    """A file that keeps back what threads in a check write."""
+    """Wraps `sys.stdout`, and holds the output of threads that are checking a model."""
 
     def __init__(self, file: Any) -> None:
         self.file = file
@@ -40,10 +41,10 @@ class _Filter:
 
 @contextlib.contextmanager
 def without_prints(show: Callable[[BaseException], bool] = lambda error: True) -> Iterator[None]:
-    """Keeps back what this thread prints in the block. If the block fails, it is printed then.
+    """Hides what this thread prints in the block, and prints it if the block raises an error.
 
     Args:
-        show: returns for an error of the block whether to print.
+        show: takes the error, and returns True if the hidden output should be printed.
     """
     global _checks
     outer_prints = _checking.prints

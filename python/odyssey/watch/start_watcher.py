@@ -116,7 +116,7 @@ def begin(world: Any) -> None:
 
 
 def _variables() -> list[int]:
-    """Returns a number for the value of each of COMPARED, 0 if it is not set."""
+    """Returns one number for each variable in COMPARED, so that ranks can compare their values."""
     backend, run_dir = (os.environ.get(name, "") for name in COMPARED)
     # A run directory may have another path on each machine.
     return [zlib.crc32(backend.encode(errors="replace")), int(bool(run_dir))]
